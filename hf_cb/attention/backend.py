@@ -1,0 +1,94 @@
+"""The protocol that every attention backend meets, a lazy registry of them, and the choice between them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.errors import InvalidArgumentError
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """Varlen attention over blocks.
+
+    One object may serve many engines at once, so it keeps no state between calls. Whatever a step's layers can share (gather indices,
+    masks, groups of rows) is made once a step by `plan`, and passed back to `attend` for each layer with an equal spec.
+    """
+
+    name: str
+
+    def why_not(self, spec: LayerSpec) -> str | None:
+        """None if this backend can serve such a layer on this machine, else the reason in a few words."""
+        ...
+
+    def plan(self, step: AttentionStep, spec: LayerSpec) -> object:
+        """What the layers with this spec share in this step."""
+        ...
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: LayerKV,
+        spec: LayerSpec,
+        step: AttentionStep,
+        plan: object,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the new keys and values into their slots, then attend.
+
+        q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] (any strides); sinks [Hq], a learned logit per head that takes part in the softmax
+        and has no value. Returns [T, Hq, Dv] in q's dtype. Reads no slot that the step's rows don't own: the rest may hold NaN.
+        """
+        ...
+
+
+# name -> "module:attribute" of an AttentionBackend instance or class without arguments; imported at first use, so that a
+# package that is not installed costs nothing. The order is the order of choice.
+_REGISTRY: dict[str, str] = {
+    "torch_cpu": "hf_cb.attention.cpu:TorchCPUBackend",
+    "reference": "hf_cb.attention.reference:ReferenceBackend",
+}
+
+
+def register_attention_backend(name: str, target: str) -> None:
+    """Add a backend; `target` is "module:Class". Names already taken are refused."""
+    if name in _REGISTRY:
+        raise InvalidArgumentError(f"name: the attention backend {name!r} is registered already")
+    _REGISTRY[name] = target
+
+
+def attention_backend_names() -> tuple[str, ...]:
+    """Every registered name, in the order of choice."""
+    return tuple(_REGISTRY)
+
+
+def load_attention_backend(name: str) -> AttentionBackend:
+    """Import and make the backend of that name."""
+    if name not in _REGISTRY:
+        raise InvalidArgumentError(f"attention_backend: takes one of {', '.join(_REGISTRY)}; got {name!r}")
+    module, _, attribute = _REGISTRY[name].partition(":")
+    backend = getattr(importlib.import_module(module), attribute)()
+    assert isinstance(backend, AttentionBackend)
+    return backend
+
+
+def choose_attention_backend(specs: Sequence[LayerSpec], name: str | None = None) -> tuple[AttentionBackend, str]:
+    """The first backend in the registry that serves every layer, or the one named. Returns it and the reason for the choice.
+
+    Raises InvalidArgumentError when the named one cannot, with its reason.
+    """
+    refusals: list[str] = []
+    for candidate in (name,) if name else attention_backend_names():
+        backend = load_attention_backend(candidate)
+        reason = next((r for r in map(backend.why_not, specs) if r), None)
+        if reason is None:
+            return backend, "named in the configuration" if name else "; ".join([*refusals, f"{candidate} serves every layer"])
+        refusals.append(f"{candidate}: {reason}")
+    raise InvalidArgumentError(f"attention_backend: none can serve this model ({'; '.join(refusals)})")

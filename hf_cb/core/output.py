@@ -1,0 +1,52 @@
+"""What the scheduler decides and what a step gives back: frozen data, the only things that cross to the runtime.
+
+A `SchedulerOutput` is complete in itself, so that it can be logged, replayed, or sent to another rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hf_cb.request import FinishReason
+
+
+class ScheduledRow(NamedTuple):
+    """One sequence's part of one step.
+
+    `token_ids` are the tokens whose keys and values this step computes; the first stands at position `start` of its
+    sequence. `block_table` covers positions 0 .. start + len(token_ids) - 1. `samples` is true when these tokens catch
+    up with the sequence, so that the last one's logits give its next token.
+    """
+
+    request_id: int
+    start: int
+    token_ids: tuple[int, ...]
+    block_table: tuple[int, ...]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's batch. Empty `rows`: there is nothing to compute now."""
+
+    rows: tuple[ScheduledRow, ...]
+    num_scheduled_tokens: int
+    preempted: tuple[int, ...] = ()  # request ids that lost their blocks while this step was composed
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step computed: a token for every row that samples, or the error that belongs to that row alone."""
+
+    tokens: dict[int, int]  # request id -> sampled token id
+    errors: dict[int, BaseException] = field(default_factory=dict)  # request id -> why that row has no token
+
+
+class Emission(NamedTuple):
+    """What `Scheduler.update` reports for one sequence: its new token, and why it ended if it did."""
+
+    request_id: int
+    token: int | None
+    finish_reason: FinishReason | None
+    error: BaseException | None = None

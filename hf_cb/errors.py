@@ -1,0 +1,67 @@
+"""The errors that hf_cb raises, all below one base.
+
+HFCBError
+├── InvalidArgumentError (ValueError)       an argument has a value that nothing can serve
+│   └── RequestTooLongError                 the request could never fit the model's positions or the block pool
+├── UnsupportedModelError (TypeError)       the model cannot be installed, or its engine cannot serve it
+├── UnsupportedCallError (ValueError)       fallback="error", and this call could only run natively
+├── AlreadyInstalledError (RuntimeError)    install() on a model that has a backend
+├── NotInstalledError (RuntimeError)        uninstall() or get_engine() on a model that has none
+├── EngineClosedError (RuntimeError)        submit after shutdown()
+├── EngineDeadError (RuntimeError)          the engine cannot go on (broken invariant, lost device, fork)
+├── RequestCancelledError (RuntimeError)    the request was cancelled before it ended
+├── RequestTimeoutError (TimeoutError)      the request's own deadline passed, or result(timeout=) ran out
+└── RequestFailedError (RuntimeError)       the step that held this request failed; the cause is chained
+
+Every message names the argument or the limit that it is about.
+"""
+
+from __future__ import annotations
+
+
+class HFCBError(Exception):
+    """Base of every error that hf_cb raises on purpose."""
+
+
+class InvalidArgumentError(HFCBError, ValueError):
+    """An argument has a value that nothing can serve. The message names it and says what it takes."""
+
+
+class RequestTooLongError(InvalidArgumentError):
+    """The request could never fit, even alone. The message says how many tokens would."""
+
+
+class UnsupportedModelError(HFCBError, TypeError):
+    """The model is not one that can be installed, or its engine found that it cannot serve it."""
+
+
+class UnsupportedCallError(HFCBError, ValueError):
+    """The engine cannot serve this call and the configuration forbids running it natively."""
+
+
+class AlreadyInstalledError(HFCBError, RuntimeError):
+    """The model already has a generation backend."""
+
+
+class NotInstalledError(HFCBError, RuntimeError):
+    """The model has no generation backend of ours."""
+
+
+class EngineClosedError(HFCBError, RuntimeError):
+    """The engine was shut down and takes no more requests."""
+
+
+class EngineDeadError(HFCBError, RuntimeError):
+    """The engine cannot go on; the cause is chained."""
+
+
+class RequestCancelledError(HFCBError, RuntimeError):
+    """The request was cancelled before it ended."""
+
+
+class RequestTimeoutError(HFCBError, TimeoutError):
+    """A deadline passed: the request's own, or the one given to ``result(timeout=)``."""
+
+
+class RequestFailedError(HFCBError, RuntimeError):
+    """The step that held this request failed; the cause is chained."""
