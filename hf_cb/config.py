@@ -1,0 +1,134 @@
+"""CBConfig: what a user may set. ResolvedConfig: the same with every None decided."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from hf_cb.errors import InvalidArgumentError
+
+Fallback = Literal["native", "error"]
+
+# Below these, a modest default: enough for many long conversations, a small part of any machine that runs the model.
+_CPU_KV_BYTES = 4 << 30
+_DEFAULT_BLOCK_SIZE = 16
+_DEFAULT_BATCH_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CBConfig:
+    """Settings of the continuous-batching backend. None means "choose for me".
+
+    Raises InvalidArgumentError at once for a wrong value, with the field's name and what it takes.
+    """
+
+    max_batch_tokens: int | None = None
+    """Token budget: the most tokens that one step computes, prompts and outputs together."""
+
+    max_batch_size: int | None = None
+    """The most sequences that run at the same time."""
+
+    block_size: int | None = None
+    """Tokens per block of the KV cache."""
+
+    num_blocks: int | None = None
+    """Blocks in the pool; overrides kv_cache_memory."""
+
+    kv_cache_memory: int | None = None
+    """Bytes for the KV cache."""
+
+    attention_backend: str | None = None
+    """Name of the attention backend."""
+
+    fallback: Fallback = "native"
+    """What happens to a call that the engine cannot serve: "native" runs plain generate, "error" raises UnsupportedCallError."""
+
+    record_steps: int = 0
+    """How many of the latest steps `Engine.steps()` keeps."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks", "kv_cache_memory"):
+            _check_int(name, getattr(self, name), minimum=1, none=True)
+        _check_int("record_steps", self.record_steps, minimum=0, none=False)
+        if self.fallback not in get_args(Fallback):
+            raise InvalidArgumentError(f"fallback: takes 'native' or 'error'; got {self.fallback!r}")
+        if self.attention_backend is not None and not isinstance(self.attention_backend, str):
+            raise InvalidArgumentError(f"attention_backend: takes a name or None; got {self.attention_backend!r}")
+
+    @classmethod
+    def make(cls, config: CBConfig | None = None, **options: Any) -> CBConfig:
+        """`config` (or the defaults) with `options` on top. An unknown field is an InvalidArgumentError that lists those there are."""
+        if config is not None and not isinstance(config, cls):
+            raise InvalidArgumentError(f"config: takes a CBConfig or None; got {type(config).__name__}")
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise InvalidArgumentError(f"{name}: no such field of CBConfig; it takes {', '.join(known)}")
+        return dataclasses.replace(config or cls(), **options)
+
+    def resolve(self, facts: ModelFacts) -> ResolvedConfig:
+        """Decide every None for a model of which `facts` tells what matters.
+
+        Raises InvalidArgumentError when the KV memory has no room for a single block, with the sum.
+        """
+        block_size = self.block_size or _DEFAULT_BLOCK_SIZE
+        max_batch_size = self.max_batch_size or _DEFAULT_BATCH_SIZE
+        bytes_per_block = max(1, block_size * facts.kv_bytes_per_token)
+        if self.num_blocks is not None:
+            num_blocks = self.num_blocks
+        else:
+            memory = self.kv_cache_memory or min(_CPU_KV_BYTES, facts.free_memory // 4)
+            num_blocks = memory // bytes_per_block
+            if self.kv_cache_memory is None and facts.max_positions is not None:
+                # More than every running sequence at its longest could never be used.
+                num_blocks = min(num_blocks, max_batch_size * -(-facts.max_positions // block_size))
+            if num_blocks < 1:
+                raise InvalidArgumentError(
+                    f"kv_cache_memory: {memory} bytes hold no block of {block_size} tokens x {facts.kv_bytes_per_token} bytes; "
+                    f"it takes at least {bytes_per_block}"
+                )
+        return ResolvedConfig(
+            max_batch_tokens=self.max_batch_tokens or facts.default_batch_tokens,
+            max_batch_size=max_batch_size,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory=num_blocks * bytes_per_block,
+            fallback=self.fallback,
+            record_steps=self.record_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What of a model and its device decides the defaults."""
+
+    kv_bytes_per_token: int  # over all layers
+    max_positions: int | None  # None: unbounded
+    free_memory: int  # bytes free on the device that holds the KV cache
+    default_batch_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """CBConfig with nothing left open."""
+
+    max_batch_tokens: int
+    max_batch_size: int
+    block_size: int
+    num_blocks: int
+    kv_cache_memory: int
+    fallback: Fallback
+    record_steps: int
+
+    def as_dict(self) -> Mapping[str, Any]:
+        """Field names and values, for logs and reports."""
+        return dataclasses.asdict(self)
+
+
+def _check_int(name: str, value: object, *, minimum: int, none: bool) -> None:
+    if none and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InvalidArgumentError(f"{name}: takes an integer >= {minimum}{' or None' if none else ''}; got {value!r}")
