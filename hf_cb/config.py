@@ -43,7 +43,7 @@ class CBConfig:
     """Name of the attention backend."""
 
     fallback: Fallback = "native"
-    """What happens to a call that the engine cannot serve: "native" runs plain generate, "error" raises UnsupportedCallError."""
+    """What becomes of a call that the engine cannot serve: "native" runs it plainly, "error" raises UnsupportedCallError."""
 
     record_steps: int = 0
     """How many of the latest steps `Engine.steps()` keeps."""
@@ -59,7 +59,7 @@ class CBConfig:
 
     @classmethod
     def make(cls, config: CBConfig | None = None, **options: Any) -> CBConfig:
-        """`config` (or the defaults) with `options` on top. An unknown field is an InvalidArgumentError that lists those there are."""
+        """`config` (or the defaults) with `options` on top. An unknown field is an InvalidArgumentError."""
         if config is not None and not isinstance(config, cls):
             raise InvalidArgumentError(f"config: takes a CBConfig or None; got {type(config).__name__}")
         known = [f.name for f in dataclasses.fields(cls)]

@@ -1,0 +1,1 @@
+"""Varlen attention over blocks: the contract, the oracle, the backends."""

@@ -16,8 +16,8 @@ from hf_cb.errors import InvalidArgumentError
 class AttentionBackend(Protocol):
     """Varlen attention over blocks.
 
-    One object may serve many engines at once, so it keeps no state between calls. Whatever a step's layers can share (gather indices,
-    masks, groups of rows) is made once a step by `plan`, and passed back to `attend` for each layer with an equal spec.
+    One object may serve many engines at once, so it keeps no state between calls. Whatever a step's layers can share (gather
+    indices, masks, groups of rows) is made once a step by `plan`, and passed back to `attend` for layers of an equal spec.
     """
 
     name: str
@@ -43,8 +43,9 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Write the new keys and values into their slots, then attend.
 
-        q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] (any strides); sinks [Hq], a learned logit per head that takes part in the softmax
-        and has no value. Returns [T, Hq, Dv] in q's dtype. Reads no slot that the step's rows don't own: the rest may hold NaN.
+        q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] (any strides); sinks [Hq], a learned logit per head that takes part in the
+        softmax and has no value. Returns [T, Hq, Dv] in q's dtype. Reads no slot that the step's rows don't own: the rest may
+        hold NaN.
         """
         ...
 

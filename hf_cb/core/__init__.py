@@ -1,0 +1,1 @@
+"""Scheduling and block accounting: pure Python, no torch."""

@@ -1,0 +1,1 @@
+"""The seam to transformers: the only package that imports it."""

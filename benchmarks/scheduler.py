@@ -1,0 +1,102 @@
+"""What the scheduler costs: `python -m benchmarks.scheduler [--json FILE]`.
+
+No model: a step's result is made up, so that only `schedule` and `update` are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+from hf_cb.core.output import SchedulerOutput, StepResult
+from hf_cb.core.scheduler import Scheduler
+from hf_cb.request import Request
+
+BLOCK_SIZE = 16
+NUM_RUNNING = 256
+
+
+def measure(num_steps: int = 1000, num_requests: int = 5000, seed: int = 0) -> dict[str, float | int]:
+    """Time steady decoding with 256 running sequences, and many requests through in order. Raises if the order is not kept."""
+    return {**_measure_steps(num_steps), **_measure_requests(num_requests, random.Random(seed))}
+
+
+def _result(output: SchedulerOutput) -> StepResult:
+    return StepResult({row.request_id: 1 for row in output.rows if row.samples})
+
+
+def _measure_steps(num_steps: int) -> dict[str, float | int]:
+    num_prompt_tokens = 100
+    blocks = NUM_RUNNING * -(-(num_prompt_tokens + num_steps + 1) // BLOCK_SIZE)
+    scheduler = Scheduler(
+        num_blocks=blocks,
+        block_size=BLOCK_SIZE,
+        max_batch_tokens=NUM_RUNNING * num_prompt_tokens,
+        max_batch_size=NUM_RUNNING,
+    )
+    for _ in range(NUM_RUNNING):
+        scheduler.add(Request((0,) * num_prompt_tokens, num_steps + 1))
+    output = scheduler.schedule()
+    scheduler.update(output, _result(output))
+    times = []
+    while scheduler.has_work:
+        began = time.perf_counter()
+        output = scheduler.schedule()
+        scheduled = time.perf_counter()
+        assert len(output.rows) == NUM_RUNNING
+        result = _result(output)
+        resumed = time.perf_counter()
+        scheduler.update(output, result)
+        times.append(1e3 * (time.perf_counter() - resumed + scheduled - began))
+    return {
+        "running_sequences": NUM_RUNNING,
+        "steps": len(times),
+        "step_ms_median": statistics.median(times),
+        "step_ms_p99": statistics.quantiles(times, n=100)[98],
+    }
+
+
+def _measure_requests(num_requests: int, rng: random.Random) -> dict[str, float | int]:
+    scheduler = Scheduler(num_blocks=2048, block_size=BLOCK_SIZE, max_batch_tokens=2048, max_batch_size=NUM_RUNNING)
+    requests = [Request((0,) * rng.randint(1, 256), rng.randint(1, 64)) for _ in range(num_requests)]
+    counts: dict[int, int] = {}
+    steps = 0
+    began = time.perf_counter()
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        for emission in scheduler.update(output, _result(output)):
+            counts[emission.request_id] = counts.get(emission.request_id, 0) + 1
+        steps += 1
+    seconds = time.perf_counter() - began
+    scheduler.check()
+    # A dict keeps the order of the first tokens.
+    if list(counts.items()) != [(request.request_id, request.max_new_tokens) for request in requests]:
+        raise RuntimeError("the requests did not come out in order and whole")
+    return {
+        "requests": num_requests,
+        "requests_steps": steps,
+        "requests_tokens": sum(counts.values()),
+        "requests_preemptions": scheduler.num_preemptions,
+        "requests_seconds": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    figures = measure()
+    for name, value in figures.items():
+        print(f"{name:<22}{value:>12.3f}" if isinstance(value, float) else f"{name:<22}{value:>12,}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

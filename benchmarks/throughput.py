@@ -1,0 +1,164 @@
+"""The throughput benchmark: the same requests through each peer, in turns, and what came of it.
+
+python -m benchmarks.throughput --json result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import alone, machine, peers, profiling, report, scheduler
+from benchmarks.outcome import Outcome
+from benchmarks.workload import Workload, text_source
+from demo.packaged_model import load
+
+_BASES = ("locked", "static", "generate_batch")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about sampling settings at each call
+    result: dict[str, Any] = {"machine": machine.describe(), "arguments": vars(args), "dtypes": {}}
+    print(_machine_line(result["machine"]))
+    for dtype in args.dtypes:
+        model, tokenizer = load(args.model, dtype=getattr(torch, dtype))
+        peers.ignore_end_of_sequence(model)
+        source = text_source(tokenizer)
+        workload = Workload.make(source, args.requests, seed=args.seed, scale=args.scale, rate=args.rate)
+        if args.profile:
+            part = {"profile": profiling.run(model, workload, args.concurrency or args.requests, **args.engine)}
+        else:
+            part = _compare(model, workload, args)
+            part["alone"] = alone.measure(model, source, args.repeats, args.scale, **args.engine)
+        result["dtypes"][dtype] = part
+        print(f"\n{dtype}: {_render(part, workload)}")
+        del model
+        gc.collect()
+    if not args.profile:
+        result["scheduler"] = scheduler.measure()
+        print("\nscheduler alone: " + ", ".join(f"{key} {_short(value)}" for key, value in result["scheduler"].items()))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+def _compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of all peers, one after the other; before them a short warm-up of each."""
+    plans = {name: workload.subset(args.subset.get(name, len(workload.items))) for name in args.peers}
+    for name in tqdm(args.peers, desc="warm-up", unit="peer", leave=False):
+        _run(model, name, workload.warmup(), args, tqdm(disable=True))
+    rounds, last = [], {}
+    for number in range(args.repeats):
+        figures = {}
+        for name, plan in plans.items():
+            title = f"{number + 1}/{args.repeats} {name}"
+            with tqdm(total=plan.output_tokens, desc=title, unit="tok", leave=False) as bar, machine.peak_memory() as peak:
+                last[name] = _run(model, name, plan, args, bar)
+            figures[name] = report.figures(last[name], workload, peak.bytes)
+        rounds.append(figures)
+    return {
+        "workload": {
+            "requests": len(workload.items),
+            "prompt_tokens": workload.prompt_tokens,
+            "output_tokens": workload.output_tokens,
+        },
+        "medians": report.medians(rounds),
+        "rounds": rounds,
+        "notes": {name: outcome.notes for name, outcome in last.items() if outcome.notes},
+        "equal_requests": _equal(last) if model.dtype == torch.float32 else None,
+    }
+
+
+def _run(model: Any, name: str, workload: Workload, args: argparse.Namespace, bar: tqdm) -> Outcome:
+    options = args.engine if name.startswith("hf_cb") else {}
+    gc.collect()
+    return peers.PEERS[name](model, workload, bar.update, args.concurrency or len(workload.items), **options).check(workload)
+
+
+def _equal(last: dict[str, Outcome]) -> dict[str, tuple[int, int]]:
+    """Requests with the same tokens; in float32 alone, where the promise is made."""
+    ours = [name for name in last if name.startswith("hf_cb")]
+    return {f"{a} = {b}": report.equal_requests(last[a], last[b]) for a in ours for b in _BASES if b in last}
+
+
+def _render(part: dict[str, Any], workload: Workload) -> str:
+    if "profile" in part:
+        return profiling.render(part["profile"])
+    sizes, single = part["workload"], part["alone"]
+    lines = [
+        f"{sizes['requests']} requests, {sizes['prompt_tokens']} tokens in, {sizes['output_tokens']} out",
+        report.table(part["medians"], len(workload.items)),
+    ]
+    for name, values in part["medians"].items():
+        if values["measured_requests"] < len(workload.items):
+            lines.append(f"* {name}: measured on {values['measured_requests']:.0f} requests, extrapolated by output tokens")
+    lines += [f"{name}: {note}" for name, note in part["notes"].items()]
+    for pair, (equal, both) in (part["equal_requests"] or {}).items():
+        lines.append(f"same tokens, {pair}: {equal} of {both} requests")
+    lines.append(
+        f"one request alone ({single['prompt_tokens']} in, {single['new_tokens']} out): plain generate "
+        f"{single['plain_tokens_per_second']:.1f} tok/s, hf_cb {single['hf_cb_tokens_per_second']:.1f} tok/s, "
+        f"x {single['ratio']:.2f}, same tokens: {single['same_tokens']}"
+    )
+    return "\n".join(lines)
+
+
+def _machine_line(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {' '.join(value) if isinstance(value, list) else value}" for key, value in facts.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="an id or a folder; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--dtypes", type=_dtypes, default=["bfloat16", "float32"], metavar="A,B")
+    parser.add_argument("--peers", type=_peers, default=[*_BASES, "hf_cb"], metavar="A,B", help=f"of {', '.join(peers.PEERS)}")
+    parser.add_argument(
+        "--subset", type=_subset, default={"locked": 8}, metavar="PEER=N,...", help="measure a slow peer on N requests"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="rounds; medians are reported")
+    parser.add_argument("--concurrency", type=int, help="requests in flight at most; default: all")
+    parser.add_argument("--rate", type=float, help="Poisson arrivals per second; default: all at once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths, for quick runs")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="CBConfig fields for hf_cb")
+    parser.add_argument("--profile", action="store_true", help="run hf_cb once under the profiler instead")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(argv)
+
+
+def _names(text: str, known: Sequence[str]) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(known):
+        raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return names
+
+
+def _dtypes(text: str) -> list[str]:
+    return _names(text, ["bfloat16", "float32", "float16"])
+
+
+def _peers(text: str) -> list[str]:
+    return _names(text, list(peers.PEERS))
+
+
+def _subset(text: str) -> dict[str, int]:
+    pairs = dict(part.split("=") for part in text.split(",") if part)
+    _names(",".join(pairs), list(peers.PEERS)) if pairs else None
+    return {name: int(number) for name, number in pairs.items()}
+
+
+if __name__ == "__main__":
+    main()

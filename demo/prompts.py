@@ -1,0 +1,38 @@
+"""The demo's questions: each a different one, with answers of very different lengths."""
+
+from __future__ import annotations
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain in three paragraphs how a rainbow forms.",
+    "What is 2 + 2?",
+    "Write a short poem about the sea.",
+    "Name the largest planet in our solar system.",
+    "Give me a recipe for tomato soup.",
+    "Who wrote Romeo and Juliet?",
+    "List five tips for learning a new language.",
+    "Translate 'good morning' into Spanish.",
+    "Tell me a story about a fox who learns to read.",
+    "What colour do you get when you mix blue and yellow?",
+    "Explain what photosynthesis is to a ten-year-old.",
+    "Is the sun a star? Answer yes or no.",
+    "Write a polite email asking for a day off.",
+    "How many days are there in a leap year?",
+    "Describe a walk through an autumn forest.",
+    "What is the chemical symbol for gold?",
+    "Compare cats and dogs as pets.",
+    "Which ocean is the largest?",
+    "Write a Python function that reverses a string.",
+    "What is the opposite of hot?",
+    "Why is the sky blue?",
+    "Name three primary colours.",
+    "Summarise the plot of Cinderella.",
+    "What language is spoken in Brazil?",
+    "Suggest a plan for a weekend in Rome.",
+    "What is the freezing point of water in Celsius?",
+    "Explain how a bicycle stays upright.",
+    "Who painted the Mona Lisa?",
+    "Give three reasons to drink more water.",
+    "What is the square root of 81?",
+    "Write a toast for a friend's wedding.",
+)

@@ -1,0 +1,296 @@
+"""Generation backends: what stands behind `model.generate()`, and how one is put there and taken away again."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import inspect
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_cb.config import CBConfig
+from hf_cb.engine import Engine
+from hf_cb.errors import (
+    AlreadyInstalledError,
+    InvalidArgumentError,
+    NotInstalledError,
+    UnsupportedCallError,
+    UnsupportedModelError,
+)
+from hf_cb.hf.build import build
+from hf_cb.hf.generate import GoNativeError, call_arguments, generate, why_native
+from hf_cb.hf.support import UnservableError
+from hf_cb.hf.twin import Fingerprint
+from hf_cb.options import check_seed
+
+logger = logging.getLogger("hf_cb")
+
+ENTRY_POINT_GROUP = "hf_cb.backends"
+
+
+class GenerationBackend(abc.ABC):
+    """What answers `model.generate()` while it is installed.
+
+    A subclass takes (model, config) and may hold the model only weakly: `self.model` gives it. `plain` runs the model's own
+    `generate`.
+    """
+
+    engine: Engine | None = None  # what install() gives to the user
+
+    def __init__(self, model: PreTrainedModel, config: CBConfig) -> None:
+        self.config = config
+        self._model = weakref.ref(model)
+        self._own_generate: Callable[..., Any] | None = vars(model).get("generate")  # as models with custom code may have
+        self._plain_lock = threading.RLock()  # plain generate is not thread-safe: one call at a time per model
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model this backend is for."""
+        model = self._model()
+        if model is None:
+            raise NotInstalledError("the model of this backend no longer exists")
+        return model
+
+    @abc.abstractmethod
+    def attach(self) -> None:
+        """Make ready to serve. Raising leaves the model as it was."""
+
+    @abc.abstractmethod
+    def detach(self) -> None:
+        """Finish what runs and let go of everything."""
+
+    @abc.abstractmethod
+    def why_not(self, call: dict[str, Any]) -> str | None:
+        """Why a call with these arguments runs natively, as far as that can be told beforehand; None: it is served here."""
+
+    @abc.abstractmethod
+    def generate(self, arguments: dict[str, Any], seed: int | None) -> Any:
+        """Answer one call of `model.generate(**arguments)`."""
+
+    def plain(self, arguments: dict[str, Any], seed: int | None = None) -> Any:
+        """The model's own generate, one call at a time. With a seed, torch's global generators are as they were afterwards."""
+        with self._plain_lock:
+            if seed is None:
+                return self.original(**arguments)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                return self.original(**arguments)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The model's own `generate`, unlocked."""
+        return self._own_generate or plain_generate(self.model)
+
+    def restore(self) -> None:
+        """Make `vars(model)` what it was before the installation."""
+        attributes = vars(self.model)
+        if self._own_generate is None:
+            del attributes["generate"]
+        else:
+            attributes["generate"] = self._own_generate
+
+
+class SerializedBackend(GenerationBackend):
+    """A lock round plain generate: what people do today, and the baseline to measure against."""
+
+    def attach(self) -> None:
+        """Nothing to prepare."""
+
+    def detach(self) -> None:
+        """Nothing to release."""
+
+    def why_not(self, call: dict[str, Any]) -> str | None:
+        """Every call is plain generate."""
+        return None
+
+    def generate(self, arguments: dict[str, Any], seed: int | None) -> Any:
+        """Wait for the lock, then run plain generate."""
+        return self.plain(arguments, seed)
+
+
+class ContinuousBatchingBackend(GenerationBackend):
+    """Calls from all threads share the batches of one engine; what it cannot serve runs natively, exactly."""
+
+    engine: Engine
+
+    def __init__(self, model: PreTrainedModel, config: CBConfig) -> None:
+        super().__init__(model, config)
+        self._freshness_lock = threading.Lock()
+        self._fingerprint: Fingerprint | None = None
+
+    def attach(self) -> None:
+        """Make and probe the twin. A model that cannot be served is attached all the same: all of its calls run natively."""
+        served, reason = self._build()
+        self.engine = Engine(served, self.config, reason)
+
+    def detach(self) -> None:
+        """Finish the requests there are and end the engine's thread."""
+        self.engine.shutdown(drain=True)
+
+    def why_not(self, call: dict[str, Any]) -> str | None:
+        """The engine's reason for the model, or the call's own."""
+        if self._own_generate is not None:
+            return "the model has a generate of its own"
+        return self.engine.unsupported_reason or why_native(self.model, call)
+
+    def generate(self, arguments: dict[str, Any], seed: int | None) -> Any:
+        """Through the engine where it can, else natively with the reason counted and logged."""
+        self._refresh()
+        reason = self.why_not(arguments)
+        if reason is None:
+            try:
+                return generate(self.engine, self.original, arguments, seed)
+            except GoNativeError as error:
+                reason = str(error)
+        if self.config.fallback == "error":
+            raise UnsupportedCallError(f"the engine cannot serve this call ({reason}) and fallback='error'")
+        self.engine.count_native(reason)
+        logger.debug("generate runs natively: %s", reason)
+        return self.plain(arguments, seed)
+
+    def _build(self) -> tuple[Any, str | None]:
+        with self._plain_lock:  # a plain call in flight may have switched the model's settings for its duration
+            self._fingerprint = Fingerprint.of(self.model)
+            try:
+                return build(self.model, self.config), None
+            except UnservableError as error:
+                logger.info("the engine cannot serve %s: %s", type(self.model).__name__, error)
+                return None, str(error)
+
+    def _is_fresh(self) -> bool:
+        return self._fingerprint is not None and self._fingerprint.matches(Fingerprint.of(self.model))
+
+    def _refresh(self) -> None:
+        """Rebuild the twin if the model has changed in a way that sharing weights does not follow."""
+        if self._is_fresh():
+            return
+        with self._freshness_lock:
+            if self._is_fresh():  # another caller has done it
+                return
+            logger.info("the model's modules have changed: rebuilding the twin")
+            self.engine.serve(*self._build())
+
+
+_BACKENDS: dict[str, type[GenerationBackend]] = {
+    "continuous_batching": ContinuousBatchingBackend,
+    "serialized": SerializedBackend,
+}
+
+
+def register_backend(name: str, backend: type[GenerationBackend]) -> None:
+    """Make `install(model, backend=name)` use this class.
+
+    Packages may also name theirs in the entry-point group hf_cb.backends.
+    """
+    if not (isinstance(backend, type) and issubclass(backend, GenerationBackend)):
+        raise InvalidArgumentError(f"backend: takes a subclass of GenerationBackend; got {backend!r}")
+    if _BACKENDS.get(name, backend) is not backend:
+        raise InvalidArgumentError(f"name: a backend named {name!r} is registered already")
+    _BACKENDS[name] = backend
+
+
+def _find_backend(name: str) -> type[GenerationBackend]:
+    if name not in _BACKENDS:
+        for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+            register_backend(name, entry.load())
+    if name not in _BACKENDS:
+        raise InvalidArgumentError(f"backend: takes one of {', '.join(_BACKENDS)}; got {name!r}")
+    return _BACKENDS[name]
+
+
+class _Generate:
+    """The attribute `generate` of a model that has a backend. Looks like the original to `inspect`."""
+
+    def __init__(self, model: PreTrainedModel, backend: GenerationBackend) -> None:
+        functools.update_wrapper(self, backend.original)
+        del self.__wrapped__  # a bound method: it would hold the model
+        self.backend = backend
+        self._model = weakref.ref(model)
+        self.__signature__ = inspect.signature(backend.original)
+
+    def __call__(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+        arguments = call_arguments(self.backend.original, args, kwargs)
+        return self.backend.generate(arguments, None if seed is None else check_seed(seed))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copied model generates plainly, with its own weights: this backend serves the original.
+        model = self._model()
+        return plain_generate(memo.get(id(model), model))
+
+    def __reduce__(self) -> Any:
+        return plain_generate, (self.backend.model,)
+
+
+def plain_generate(model: Any) -> Callable[..., Any]:
+    """The model's own `generate`, whatever is installed on it."""
+    return types.MethodType(type(model).generate, model)
+
+
+_install_lock = threading.Lock()
+
+
+def install(
+    model: PreTrainedModel, config: CBConfig | None = None, *, backend: str = "continuous_batching", **options: Any
+) -> Engine | None:
+    """Put a generation backend behind `model.generate()` and return its engine (None for a backend that has none).
+
+    `config`, or CBConfig's fields as `options`, sets it up. Nothing of the model changes but its attribute `generate`, and
+    `uninstall` takes that away again.
+
+    Raises UnsupportedModelError for what is not a generative transformers model, AlreadyInstalledError, InvalidArgumentError.
+    """
+    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
+        raise UnsupportedModelError(f"model: takes a transformers model that can generate; got {type(model).__name__}")
+    settings = CBConfig.make(config, **options)
+    cls = _find_backend(backend)
+    with _install_lock:
+        if installed_backend(model) is not None:
+            raise AlreadyInstalledError("model: it has a generation backend already; uninstall(model) takes it away")
+        made = cls(model, settings)
+        made.attach()
+        vars(model)["generate"] = _Generate(model, made)
+    return made.engine
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Take the backend away: requests in flight are finished, then `vars(model)` is what it was. Raises NotInstalledError."""
+    with _install_lock:
+        backend = installed_backend(model)
+        if backend is None:
+            raise NotInstalledError("model: it has no generation backend")
+        backend.restore()
+    backend.detach()
+
+
+@contextlib.contextmanager
+def continuous_batching(model: PreTrainedModel, config: CBConfig | None = None, **options: Any) -> Iterator[Engine]:
+    """`install` for the length of a with block."""
+    engine = install(model, config, **options)
+    assert engine is not None
+    try:
+        yield engine
+    finally:
+        uninstall(model)
+
+
+def get_engine(model: PreTrainedModel) -> Engine | None:
+    """The engine of an installed model (None for a backend that has none). Raises NotInstalledError."""
+    backend = installed_backend(model)
+    if backend is None:
+        raise NotInstalledError("model: it has no generation backend")
+    return backend.engine
+
+
+def installed_backend(model: Any) -> GenerationBackend | None:
+    """The backend behind this model's generate, or None."""
+    attribute = getattr(model, "__dict__", {}).get("generate")
+    return attribute.backend if isinstance(attribute, _Generate) else None

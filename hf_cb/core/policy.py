@@ -1,0 +1,66 @@
+"""Order of service: which waiting sequence is next, and which running one gives way when blocks run out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
+from hf_cb.core.sequence import Sequence
+
+
+class Policy(Protocol):
+    """Holds the waiting sequences of one scheduler, in its order.
+
+    So that the scheduler always gets on, `victim` must agree with some ranking of the sequences in which the first does
+    not change while it runs: the first is then never preempted, ends, and the next is first.
+    """
+
+    def enqueue(self, seq: Sequence) -> None:
+        """`seq` arrived and waits."""
+
+    def put_back(self, seq: Sequence) -> None:
+        """`seq` was preempted and waits again."""
+
+    def remove(self, seq: Sequence) -> None:
+        """`seq`, which waits, waits no more: it was admitted, or it ended."""
+
+    def next_waiting(self) -> Sequence | None:
+        """The waiting sequence that is to be admitted next; it goes on waiting until `remove`."""
+
+    def victim(self, running: Iterable[Sequence]) -> Sequence:
+        """The least deserving of `running`, which are one or more, in the order of their admission."""
+
+    def __len__(self) -> int:
+        """How many wait."""
+
+
+class FCFS:
+    """First come, first served: who arrived first is admitted first and preempted last."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+
+    def enqueue(self, seq: Sequence) -> None:
+        """`seq` waits behind all others."""
+        self._waiting[seq.request_id] = seq
+
+    def put_back(self, seq: Sequence) -> None:
+        """`seq` waits in front of all others: they arrived later, or they would have been preempted before it."""
+        self._waiting[seq.request_id] = seq
+        self._waiting.move_to_end(seq.request_id, last=False)
+
+    def remove(self, seq: Sequence) -> None:
+        """`seq` waits no more."""
+        del self._waiting[seq.request_id]
+
+    def next_waiting(self) -> Sequence | None:
+        """The first in the queue."""
+        return next(iter(self._waiting.values()), None)
+
+    def victim(self, running: Iterable[Sequence]) -> Sequence:
+        """The latest arrival."""
+        return max(running, key=lambda seq: seq.arrival)
+
+    def __len__(self) -> int:
+        return len(self._waiting)

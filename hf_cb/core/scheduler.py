@@ -1,0 +1,246 @@
+"""Scheduler: composes each step's batch by one rule, without phases.
+
+Every sequence has `num_tokens` and `num_computed_tokens`. A step gives it tokens to catch up, within one token budget for all.
+A prompt in chunks, prompts and single tokens in one batch, and resumption after preemption are all cases of that rule. (The
+rule is vLLM v1's; iteration-level batching is Orca's, Yu et al., OSDI 2022.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from hf_cb.core.block_pool import BlockPool
+from hf_cb.core.kv_manager import KVManager
+from hf_cb.core.output import Emission, ScheduledRow, SchedulerOutput, StepResult
+from hf_cb.core.policy import FCFS, Policy
+from hf_cb.core.sequence import Sequence
+from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
+from hf_cb.request import FinishReason, Request, Status
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is composed."""
+
+    budget: int  # tokens that may still be given
+    rows: dict[int, ScheduledRow] = field(default_factory=dict)
+    preempted: list[int] = field(default_factory=list)
+
+    def grant(self, seq: Sequence, end: int, block_table: tuple[int, ...]) -> None:
+        """Give `seq` its tokens up to position `end`."""
+        start = seq.num_computed_tokens
+        tokens = tuple(seq.tokens[start:end])
+        self.rows[seq.request_id] = ScheduledRow(seq.request_id, start, tokens, block_table, end == len(seq.tokens))
+        self.budget -= end - start
+
+    def revoke(self, seq: Sequence) -> None:
+        """Take back what `seq` was given in this step, if anything: it is preempted."""
+        row = self.rows.pop(seq.request_id, None)
+        if row is not None:
+            self.budget += len(row.token_ids)
+        self.preempted.append(seq.request_id)
+
+
+class Scheduler:
+    """Decides what each step computes, and keeps what came of it.
+
+    The cycle is `schedule()`, the step, `update()`. Nothing counts as computed before `update`: after a step that failed,
+    `abort` those to blame and call `schedule` again, which gives everyone else the same tokens again. `add` and `abort` may
+    come at any point of the cycle. Not thread-safe, except `check_fits`.
+
+    `max_batch_tokens`: token budget of a step. `max_batch_size`: the most sequences that run at a time. `num_blocks` x
+    `block_size`: the KV cache, in tokens. `policy`: order of service, a fresh one; first come, first served if None.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_batch_tokens: int,
+        max_batch_size: int,
+        policy: Policy | None = None,
+    ) -> None:
+        for name, value in (("max_batch_tokens", max_batch_tokens), ("max_batch_size", max_batch_size)):
+            if value < 1:
+                raise InvalidArgumentError(f"{name}: takes an integer >= 1; got {value}")
+        self._kv = KVManager(BlockPool(num_blocks), block_size)
+        self.num_preemptions = 0
+        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_size = max_batch_size
+        self._policy: Policy = FCFS() if policy is None else policy
+        self._sequences: dict[int, Sequence] = {}  # waiting and running
+        self._running: dict[int, Sequence] = {}  # in the order of admission
+        self._arrivals = itertools.count()
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and get tokens."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that were not admitted yet, or were preempted."""
+        return len(self._policy)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would give anything to compute."""
+        return bool(self._sequences)
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that sequences hold now."""
+        return self._kv.blocks_used
+
+    @property
+    def tokens_stored(self) -> int:
+        """Tokens whose keys and values are in those blocks; a step's own count after its `update`."""
+        return self._kv.tokens_stored
+
+    def tokens_of(self, request_id: int) -> tuple[int, ...]:
+        """Prompt and output so far of a sequence that has not ended. KeyError for any other."""
+        return tuple(self._sequences[request_id].tokens)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask."""
+        slots = request.max_tokens - 1  # the last token is never fed back, so it needs no slot
+        if slots > self._kv.num_slots:
+            raise RequestTooLongError(
+                f"max_new_tokens: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones are "
+                f"{request.max_tokens}, and at most {self._kv.num_slots + 1} fit the KV cache; "
+                f"shorten the prompt, lower max_new_tokens, or raise num_blocks or kv_cache_memory"
+            )
+
+    def add(self, request: Request) -> None:
+        """Let `request` wait for admission. Raises what `check_fits` raises, and InvalidArgumentError for a known id."""
+        self.check_fits(request)
+        if request.request_id in self._sequences:
+            raise InvalidArgumentError(f"request: takes one that is not here yet; got {request.request_id} again")
+        seq = Sequence(request, next(self._arrivals))
+        self._sequences[request.request_id] = seq
+        self._policy.enqueue(seq)
+
+    def abort(self, request_id: int, reason: FinishReason) -> bool:
+        """End a sequence now, whatever it is doing, and free its blocks. False if it is not here, or not any more.
+
+        Between `schedule` and `update` too: what the step computes for it is then ignored.
+        """
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            return False
+        self._end(seq, reason)
+        return True
+
+    def schedule(self) -> SchedulerOutput:
+        """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true."""
+        draft = _Draft(self._max_batch_tokens)
+        self._serve_running(draft)
+        if not draft.preempted:  # else who is admitted now would be the next to be preempted
+            self._admit(draft)
+        return SchedulerOutput(tuple(draft.rows.values()), self._max_batch_tokens - draft.budget, tuple(draft.preempted))
+
+    def update(self, output: SchedulerOutput, result: StepResult) -> list[Emission]:
+        """Take in what the step of the latest `schedule` computed: append tokens, end what is done, free its blocks.
+
+        Returns an emission for each row that got a token or ended, in the order of the rows. Raises EngineDeadError for a
+        result without what it owes, or for an output that is not the latest.
+        """
+        emissions = []
+        for row in output.rows:
+            seq = self._sequences.get(row.request_id)
+            if seq is None:  # aborted since
+                continue
+            error = result.errors.get(row.request_id) if result.errors else None
+            if error is not None:
+                self._end(seq, FinishReason.FAILED)
+                emissions.append(Emission(row.request_id, None, FinishReason.FAILED, error))
+                continue
+            if seq.num_computed_tokens != row.start or seq.status is not Status.RUNNING:
+                raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
+            seq.num_computed_tokens += len(row.token_ids)
+            if row.samples:
+                emissions.append(self._append(seq, result))
+        return emissions
+
+    def check(self) -> None:
+        """Raise EngineDeadError unless every sequence is waiting or running and blocks are held by running ones only."""
+        self._kv.check()
+        running = [seq for seq in self._sequences.values() if seq.status is Status.RUNNING]
+        waiting = [seq for seq in self._sequences.values() if seq.status is Status.WAITING]
+        if len(running) + len(waiting) != len(self._sequences) or len(waiting) != len(self._policy):
+            raise EngineDeadError("scheduler: a sequence is neither waiting nor running")
+        if {seq.request_id for seq in running} != self._running.keys() or len(running) > self._max_batch_size:
+            raise EngineDeadError("scheduler: the running sequences are not those that were admitted, or are too many")
+        if any(seq.block_table or seq.num_computed_tokens for seq in waiting):
+            raise EngineDeadError("scheduler: a waiting sequence holds blocks")
+        if self._kv.blocks_used and not running:
+            raise EngineDeadError("scheduler: nothing runs, yet blocks are held")
+
+    def _serve_running(self, draft: _Draft) -> None:
+        for seq in list(self._running.values()):
+            if draft.budget == 0:
+                return
+            if seq.status is not Status.RUNNING:  # preempted for one before it
+                continue
+            end = min(seq.num_tokens, seq.num_computed_tokens + draft.budget)
+            block_table = self._reserve_or_preempt(seq, end, draft)
+            if block_table is not None:
+                draft.grant(seq, end, block_table)
+
+    def _reserve_or_preempt(self, seq: Sequence, end: int, draft: _Draft) -> tuple[int, ...] | None:
+        """Blocks for `seq` up to position `end`, at the cost of the less deserving. None: it is itself the least deserving."""
+        while (block_table := self._kv.reserve(seq, end)) is None:
+            victim = self._policy.victim(self._running.values())
+            self._preempt(victim)
+            draft.revoke(victim)
+            if victim is seq:
+                return None
+        return block_table
+
+    def _admit(self, draft: _Draft) -> None:
+        while draft.budget > 0 and len(self._running) < self._max_batch_size:
+            seq = self._policy.next_waiting()
+            # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
+            if seq is None or not self._kv.can_reserve(seq, seq.num_tokens):
+                return
+            end = min(seq.num_tokens, draft.budget)
+            block_table = self._kv.reserve(seq, end)
+            assert block_table is not None  # can_reserve said so, for more
+            self._policy.remove(seq)
+            seq.status = Status.RUNNING
+            self._running[seq.request_id] = seq
+            draft.grant(seq, end, block_table)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take `seq`'s blocks. It keeps its tokens, and computes their keys and values again when it is resumed."""
+        self._kv.release(seq)
+        del self._running[seq.request_id]
+        seq.status = Status.WAITING
+        self._policy.put_back(seq)
+        self.num_preemptions += 1
+
+    def _append(self, seq: Sequence, result: StepResult) -> Emission:
+        token = result.tokens.get(seq.request_id)
+        if token is None:
+            raise EngineDeadError(f"request {seq.request_id}: the step gave neither a token nor an error")
+        seq.tokens.append(token)
+        reason = None
+        if token in seq.request.eos_token_ids:
+            reason = FinishReason.STOP
+        elif seq.num_output_tokens == seq.request.max_new_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(seq, reason)
+        return Emission(seq.request_id, token, reason)
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        if seq.status is Status.RUNNING:
+            del self._running[seq.request_id]
+        else:
+            self._policy.remove(seq)
+        self._kv.release(seq)
+        del self._sequences[seq.request_id]
+        seq.status = Status.FINISHED
+        seq.finish_reason = reason

@@ -1,0 +1,42 @@
+"""Sequence: the mutable state of one request in the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_cb.request import FinishReason, Request, Status
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way. `arrival`: its number in the order of `Scheduler.add`.
+
+    `tokens`: the prompt, then the output. The keys and values of the first `num_computed_tokens` of them are in the
+    blocks of `block_table`, which may cover more: what a step that has not ended will write.
+    """
+
+    request: Request
+    arrival: int
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    tokens: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    block_table: tuple[int, ...] = ()  # a tuple, so that a step's rows can hold it as it is until it grows
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def request_id(self) -> int:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: prompt and output."""
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.request.prompt)

@@ -1,0 +1,216 @@
+"""Engine: the public face of a running backend."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_cb.config import CBConfig, ResolvedConfig
+from hf_cb.errors import EngineClosedError, InvalidArgumentError, RequestTooLongError, UnsupportedModelError
+from hf_cb.handle import GenerationHandle, GenerationResult, OutputQueue
+from hf_cb.options import Defaults, make_request
+from hf_cb.request import Request
+from hf_cb.stats import EngineStats, StepRecord
+from hf_cb.worker import Machinery, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model in service: what the worker drives, and what a request is checked against."""
+
+    machinery: Machinery
+    config: ResolvedConfig
+    vocab_size: int
+    max_positions: int | None
+    attention_backend: str
+    attention_reason: str
+    defaults: Callable[[], Defaults] = field(repr=False)
+    draw_seed: Callable[[], int] = field(repr=False)
+
+
+class Engine:
+    """Continuous batching for one model. Every method may be called from any thread.
+
+    An engine whose model cannot be served takes no requests of its own (`submit` raises UnsupportedModelError with the
+    reason), but counts the calls that ran natively.
+    """
+
+    def __init__(self, served: Served | None, config: CBConfig, reason: str | None = None) -> None:
+        self._served = served
+        self._reason = reason
+        self._settings = config
+        self._closed = False
+        self._native_calls: Counter[str] = Counter()
+        self._native_lock = threading.Lock()
+        self._worker: Worker | None = None
+        if served is not None:
+            self._start(served)
+
+    def _start(self, served: Served) -> None:
+        self._worker = Worker(served.machinery, served.config.record_steps)
+        # The thread holds the worker, not the engine: an engine nobody holds any more ends its thread.
+        weakref.finalize(self, _close_quietly, self._worker).atexit = False
+
+    # -- requests ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, input_ids: Sequence[int] | Any, **options: Any) -> GenerationHandle:
+        """Queue one prompt and return at once.
+
+        `input_ids`: token ids, a sequence of ints or a tensor of shape [n] or [1, n], n >= 1. Options: max_new_tokens,
+        eos_token_id (an int, a sequence, or None for none), do_sample, temperature, top_k, top_p, min_new_tokens, seed,
+        timeout (seconds until the request ends with RequestTimeoutError). What is left out comes from the model's
+        generation_config; a seed from torch's generator on the calling thread.
+
+        Raises InvalidArgumentError, RequestTooLongError, UnsupportedModelError, EngineClosedError or EngineDeadError; if it
+        does not raise, the handle resolves exactly once.
+        """
+        return self.submit_all([self.make_request(input_ids, **options)])[0]
+
+    def generate_batch(self, prompts: Iterable[Sequence[int] | Any], **options: Any) -> list[GenerationResult]:
+        """The results of many prompts, in their order. A `seed` counts for the first; the others take the following numbers.
+
+        The first error is raised, and the requests that have not ended are cancelled.
+        """
+        seed = options.pop("seed", None)
+        requests = [
+            self.make_request(prompt, seed=None if seed is None else seed + i, **options) for i, prompt in enumerate(prompts)
+        ]
+        handles = self.submit_all(requests)
+        try:
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+
+    def make_request(self, input_ids: Sequence[int] | Any, **options: Any) -> Request:
+        """Validate one prompt with its options. The same errors as `submit`, before anything is queued."""
+        served = self.served()
+        request = make_request(input_ids, options, served.defaults(), served.draw_seed)
+        self.check(request)
+        return request
+
+    def check(self, request: Request) -> None:
+        """Refuse what could never be served: the ids, the model's positions, the block pool."""
+        served = self.served()
+        low, high = min(request.prompt), max(request.prompt)
+        if low < 0 or high >= served.vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidArgumentError(f"input_ids: takes token ids from 0 to {served.vocab_size - 1}; got {wrong}")
+        if served.max_positions is not None and request.max_tokens > served.max_positions:
+            raise RequestTooLongError(
+                f"max_new_tokens: a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones make "
+                f"{request.max_tokens}; the model has {served.max_positions} positions"
+            )
+        served.machinery.scheduler.check_fits(request)
+
+    def submit_all(self, requests: Sequence[Request]) -> list[GenerationHandle]:
+        """Queue validated requests, all or none."""
+        self.served()
+        worker = self._worker
+        assert worker is not None
+        queues = [OutputQueue(request) for request in requests]
+        worker.submit(queues)
+        return [GenerationHandle(queue, worker.abort, worker.forget) for queue in queues]
+
+    # -- operation --------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made, and what it is doing now."""
+        served, worker = self._served, self._worker
+        with self._native_lock:
+            native = dict(self._native_calls)
+        if served is None or worker is None:
+            return EngineStats(0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, native, "none", self._reason or "")
+        meter, scheduler = worker.meter, worker.machinery.scheduler
+        steps = max(1, meter.steps)
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            steps=meter.steps,
+            prompt_tokens=meter.prompt_tokens,
+            output_tokens=meter.output_tokens,
+            preemptions=scheduler.num_preemptions,
+            finished=dict(meter.finished),
+            num_blocks=worker.machinery.num_blocks,
+            blocks_used=scheduler.blocks_used,
+            step_seconds=meter.step_seconds,
+            model_seconds=meter.model_seconds,
+            mean_batch_size=meter.rows / steps,
+            kv_waste=meter.waste_sum / steps,
+            native_calls=native,
+            attention_backend=served.attention_backend,
+            attention_reason=served.attention_reason,
+        )
+
+    def steps(self) -> list[StepRecord]:
+        """The latest `CBConfig.record_steps` steps, oldest first."""
+        while self._worker is not None:
+            try:
+                return list(self._worker.meter.records)
+            except RuntimeError:  # the engine thread appended while we copied: copy again
+                continue
+        return []
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Sole use of the model: inside the block no step runs. Requests may come in; they wait."""
+        worker = self._worker
+        if worker is None:
+            yield
+            return
+        worker.pause()
+        try:
+            yield
+        finally:
+            worker.resume()
+
+    def shutdown(self, drain: bool = True) -> None:
+        """Take no more requests and end the thread. With `drain`, finish what there is, else end it with EngineClosedError."""
+        self._closed = True
+        if self._worker is not None:
+            self._worker.close(drain)
+
+    @property
+    def config(self) -> ResolvedConfig | None:
+        """The settings in force; None for a model that cannot be served."""
+        return self._served.config if self._served else None
+
+    @property
+    def unsupported_reason(self) -> str | None:
+        """Why the model cannot be served, or None."""
+        return self._reason
+
+    def serve(self, served: Served | None, reason: str | None = None) -> None:
+        """Go on with a rebuilt twin (or without one): for what was submitted before, the old one still counts."""
+        if served is not None and self._worker is not None:
+            self._worker.replace(served.machinery)
+        elif served is not None:
+            self._start(served)
+        elif self._worker is not None:
+            self._worker.close(drain=True)
+            self._worker = None
+        self._served, self._reason = served, reason
+
+    def count_native(self, reason: str) -> None:
+        """Note a call that ran plain generate, and why."""
+        with self._native_lock:
+            self._native_calls[reason] += 1
+
+    def served(self) -> Served:
+        """The model in service. Raises EngineClosedError, or UnsupportedModelError with the reason why there is none."""
+        if self._closed:
+            raise EngineClosedError("the engine was shut down and takes no more requests")
+        if self._served is None:
+            raise UnsupportedModelError(f"this model cannot be served by the engine: {self._reason}")
+        return self._served
+
+
+def _close_quietly(worker: Worker) -> None:
+    # Runs in a finalizer, maybe on the worker's own thread: it must not wait.
+    worker.close(drain=True, timeout=0)

@@ -1,0 +1,230 @@
+"""A request's output: the queue that the engine fills, and the handle that its caller holds.
+
+Nobody polls. A caller that waits for the end is woken once; one that streams is woken at each token; one that has not asked for
+anything costs the engine an append.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hf_cb.errors import HFCBError, RequestCancelledError, RequestTimeoutError
+from hf_cb.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """What a request produced. Times are on `time.perf_counter()`'s clock, in seconds."""
+
+    request_id: int
+    num_prompt_tokens: int
+    tokens: tuple[int, ...]  # the output alone, an end-of-sequence token included
+    finish_reason: FinishReason
+    submitted_at: float
+    first_token_at: float
+    finished_at: float
+
+
+class OutputQueue:
+    """One request's tokens, in order, and how it ended: exactly once. The engine thread writes, any thread reads."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.submitted_at = time.perf_counter()
+        self.first_token_at = self.finished_at = 0.0
+        self._error: HFCBError | None = None
+        self._changed = threading.Condition()
+        self._streaming = 0  # threads that wait for the next token rather than for the end
+        self._tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    def put(self, token: int) -> None:
+        """Append a token. Engine thread only."""
+        with self._changed:
+            if not self.tokens:
+                self.first_token_at = time.perf_counter()
+            self.tokens.append(token)
+            if self._streaming:
+                self._changed.notify_all()
+            self._wake_tasks()
+
+    def close(self, reason: FinishReason, error: HFCBError | None = None) -> None:
+        """End it. The first call counts, later ones change nothing."""
+        with self._changed:
+            if self.finish_reason is not None:
+                return
+            self._error = error
+            self.finished_at = time.perf_counter()
+            self.finish_reason = reason
+            self._changed.notify_all()
+            self._wake_tasks()
+
+    def reset_lock_after_fork(self) -> None:
+        """In a forked child the lock may be held by a thread that no longer exists."""
+        self._changed = threading.Condition()
+        self._tasks = []
+
+    def _wake_tasks(self) -> None:
+        for loop, future in self._tasks:
+            # A loop that was closed has nobody left to wake.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_resolve, future)
+        self._tasks.clear()
+
+    def _ready(self, have: int | None) -> bool:
+        return self.finish_reason is not None or (have is not None and len(self.tokens) > have)
+
+    def wait(self, have: int | None = None, timeout: float | None = None) -> bool:
+        """Block until there are more than `have` tokens (None: until the end), or it ended. False when the timeout ran out."""
+        with self._changed:
+            if have is None:
+                return self._changed.wait_for(lambda: self._ready(None), timeout)
+            self._streaming += 1
+            try:
+                return self._changed.wait_for(lambda: self._ready(have), timeout)
+            finally:
+                self._streaming -= 1
+
+    async def wait_async(self, have: int | None = None) -> None:
+        """The same in an event loop, without a thread."""
+        while True:
+            with self._changed:
+                if self._ready(have):
+                    return
+                loop = asyncio.get_running_loop()
+                future: asyncio.Future[None] = loop.create_future()
+                self._tasks.append((loop, future))
+            await future
+
+    def raise_if_failed(self) -> None:
+        """Raise what this request ended with, if that was no result: a new exception for every caller, the cause chained."""
+        request_id = self.request.request_id
+        if self._error is not None:
+            raise type(self._error)(*self._error.args) from self._error.__cause__
+        if self.finish_reason is FinishReason.CANCELLED:
+            raise RequestCancelledError(f"request {request_id} was cancelled after {len(self.tokens)} tokens")
+        if self.finish_reason is FinishReason.TIMEOUT:
+            raise RequestTimeoutError(f"timeout: request {request_id} reached its deadline after {len(self.tokens)} tokens")
+
+    def result(self) -> GenerationResult:
+        """The result of a request that ended, or its error."""
+        self.raise_if_failed()
+        assert self.finish_reason is not None
+        return GenerationResult(
+            self.request.request_id,
+            len(self.request.prompt),
+            tuple(self.tokens),
+            self.finish_reason,
+            self.submitted_at,
+            self.first_token_at,
+            self.finished_at,
+        )
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class GenerationHandle:
+    """What `Engine.submit` returns: iterate it for the tokens, `await` it or call `result()` for the whole, `cancel()` it.
+
+    A handle that is dropped before its request ended cancels the request: nobody could read it any more.
+    """
+
+    def __init__(self, queue: OutputQueue, abort: Callable[[int], None], forget: Callable[[int], None]) -> None:
+        self._queue = queue
+        self._abort = abort
+        # `forget` must not take a lock: the collector may run it on any thread, at any point.
+        self._dropped = weakref.finalize(self, forget, queue.request.request_id)
+        self._dropped.atexit = False
+
+    @property
+    def request_id(self) -> int:
+        """Unique in this process."""
+        return self._queue.request.request_id
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, in whatever way."""
+        return self._queue.finish_reason is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How it ended; None while it runs."""
+        return self._queue.finish_reason
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens so far, also of a request that failed."""
+        return tuple(self._queue.tokens)
+
+    def cancel(self) -> None:
+        """Ask the engine to stop it at the next step; from any thread, in any state. One that has ended stays as it is."""
+        if not self.done:
+            self._abort(self.request_id)
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Wait for the end.
+
+        Raises RequestTimeoutError when `timeout` seconds ran out (the request goes on), else what the request ended with:
+        RequestCancelledError, RequestTimeoutError, RequestFailedError, EngineClosedError, EngineDeadError. A waiter that is
+        interrupted (Ctrl-C) cancels the request.
+        """
+        try:
+            ended = self._queue.wait(timeout=timeout)
+        except BaseException:
+            self.cancel()
+            raise
+        if not ended:
+            raise RequestTimeoutError(f"timeout: request {self.request_id} has not ended after {timeout} s")
+        return self._queue.result()
+
+    def __iter__(self) -> Iterator[int]:
+        """Each token as it comes, from the first. Raises as `result()` does."""
+        taken = 0
+        while True:
+            try:
+                self._queue.wait(have=taken)
+            except BaseException:
+                self.cancel()
+                raise
+            fresh = self._queue.tokens[taken:]
+            if not fresh and self.done:
+                self._queue.raise_if_failed()
+                return
+            taken += len(fresh)
+            yield from fresh
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """Each token as it comes; cancelling the task cancels the request."""
+        taken = 0
+        while True:
+            await self._wait_or_cancel(taken)
+            fresh = self._queue.tokens[taken:]
+            if not fresh and self.done:
+                self._queue.raise_if_failed()
+                return
+            taken += len(fresh)
+            for token in fresh:
+                yield token
+
+    def __await__(self) -> Generator[Any, None, GenerationResult]:
+        """The result; cancelling the task cancels the request."""
+        yield from self._wait_or_cancel(None).__await__()
+        return self._queue.result()
+
+    async def _wait_or_cancel(self, have: int | None) -> None:
+        try:
+            await self._queue.wait_async(have)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise

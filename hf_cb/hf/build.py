@@ -1,0 +1,77 @@
+"""From a model to something an engine can serve."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from hf_cb.config import CBConfig, ModelFacts
+from hf_cb.core.scheduler import Scheduler
+from hf_cb.engine import Served
+from hf_cb.hf.attention import set_port
+from hf_cb.hf.generate import defaults_of
+from hf_cb.hf.support import Servable, examine
+from hf_cb.options import Defaults
+from hf_cb.runtime.kv_cache import KVCache
+from hf_cb.runtime.model_runner import ModelRunner
+from hf_cb.runtime.port import AttentionPort
+from hf_cb.worker import Machinery
+
+# A CPU's step time grows with each token, so a budget this large already hides the cost of reading the weights.
+_BATCH_TOKENS = {"cpu": 512}
+_BATCH_TOKENS_ELSEWHERE = 4096
+
+
+def build(model: Any, config: CBConfig) -> Served:
+    """Examine the model and put the twin into service. Raises UnservableError with the reason, or InvalidArgumentError."""
+    servable = examine(model, config.attention_backend)
+    resolved = config.resolve(_facts(servable))
+    cache = KVCache(servable.specs, resolved.num_blocks, resolved.block_size)
+    port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
+    set_port(servable.twin, port)
+    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device)
+    scheduler = Scheduler(
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        max_batch_tokens=resolved.max_batch_tokens,
+        max_batch_size=resolved.max_batch_size,
+    )
+    reference = weakref.ref(model)  # the engine must not keep the user's model alive
+
+    def defaults() -> Defaults:
+        current = reference()
+        return Defaults() if current is None else defaults_of(current.generation_config)
+
+    return Served(
+        machinery=Machinery(scheduler, runner, resolved.block_size, resolved.num_blocks),
+        config=resolved,
+        vocab_size=servable.vocab_size,
+        max_positions=servable.max_positions,
+        attention_backend=servable.backend.name,
+        attention_reason=servable.backend_reason,
+        defaults=defaults,
+        draw_seed=draw_seed,
+    )
+
+
+def draw_seed() -> int:
+    """One draw from torch's global generator, so that `torch.manual_seed` makes a run repeatable."""
+    return int(torch.randint(0, 1 << 62, ()).item())
+
+
+def _facts(servable: Servable) -> ModelFacts:
+    return ModelFacts(
+        kv_bytes_per_token=sum(spec.bytes_per_token for spec in servable.specs),
+        max_positions=servable.max_positions,
+        free_memory=_free_memory(servable.device),
+        default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),
+    )
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

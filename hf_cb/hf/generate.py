@@ -1,0 +1,267 @@
+"""The seam to `generate()`: which calls the engine serves, and how one is turned into requests and back into a result.
+
+transformers runs its own preamble first (merged config, inputs, processors, criteria) and hands over through `custom_generate`:
+no merging rule is written twice here, and a call that goes native is the original call to the letter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_cb.engine import Engine
+from hf_cb.errors import InvalidArgumentError
+from hf_cb.handle import GenerationHandle
+from hf_cb.options import Defaults, check_seed
+from hf_cb.request import Request, SamplingParams
+
+_CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
+# Arguments of generate() that are not fields of the config, and that the engine understands or transformers' preamble handles.
+_KNOWN_ARGUMENTS = frozenset(
+    {
+        "inputs",
+        "input_ids",
+        "attention_mask",
+        "generation_config",
+        "logits_processor",
+        "stopping_criteria",
+        "streamer",
+        "use_cache",
+    }
+)
+# Fields that transformers' preamble can only handle with arguments that it does not pass on to a custom decoding function.
+_NEED_THE_TOKENIZER = ("stop_strings", "token_healing")
+
+
+class GoNativeError(Exception):
+    """Raised inside the seam: this call runs natively. The message is the reason."""
+
+
+def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
+    """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble."""
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on in the calling thread"
+    for name, value in arguments.items():
+        if name in _KNOWN_ARGUMENTS or name in _CONFIG_FIELDS or value is None:
+            continue
+        if name == "synced_gpus" and not value:
+            continue
+        return f"argument {name}"
+    for name in _NEED_THE_TOKENIZER:
+        if _effective(model, arguments, name):
+            return f"option {name}"
+    return None
+
+
+def _effective(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
+    for source in (arguments.get(name), getattr(arguments.get("generation_config"), name, None)):
+        if source is not None:
+            return source
+    return getattr(model.generation_config, name, None)
+
+
+def call_arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by name, whichever way they were given."""
+    names = [p for p in inspect.signature(original).parameters if p not in ("kwargs", "self")]
+    if len(args) > len(names):
+        raise TypeError(f"generate() takes at most {len(names)} positional arguments; got {len(args)}")
+    given = dict(zip(names, args, strict=False))
+    for name in kwargs:
+        if name in given:
+            raise TypeError(f"generate() got multiple values for argument {name!r}")
+    return {**given, **kwargs}
+
+
+class _PromptRecorder(BaseStreamer):
+    """Stands in for the caller's streamer during the preamble, so that a call that goes native after all starts afresh."""
+
+    def __init__(self) -> None:
+        self.prompt: torch.Tensor | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        self.prompt = value
+
+    def end(self) -> None:
+        """Never reached: the preamble only puts the prompt."""
+
+
+def generate(engine: Engine, original: Callable[..., Any], arguments: dict[str, Any], seed: int | None) -> Any:
+    """Run one call through the engine. Raises GoNativeError if the merged options turn out to need plain generate."""
+    streamer: BaseStreamer | None = arguments.get("streamer")
+    recorder = _PromptRecorder() if streamer is not None else None
+
+    def decode(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        call = _Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs.get("attention_mask"))
+        requests = _requests(engine, call, seed)
+        if streamer is not None and recorder is not None:
+            streamer.put(recorder.prompt)
+        return _run(engine, call, requests, streamer)
+
+    return original(**{**arguments, "streamer": recorder, "custom_generate": decode})
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call after the preamble."""
+
+    input_ids: torch.Tensor  # [B, T], left-padded
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    attention_mask: torch.Tensor | None  # [B, T], None: all ones
+
+
+def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
+    """One request per row, checked against the model and the pool. Raises GoNativeError or InvalidArgumentError."""
+    config = call.config
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise GoNativeError(f"generation mode {mode.value}")
+    if config.return_dict_in_generate:
+        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+            if getattr(config, name, None):
+                raise GoNativeError(f"option {name}")
+    if config.cache_implementation in ("quantized",):
+        raise GoNativeError("a quantized cache changes the result")
+    if call.input_ids.shape[-1] == 0:
+        raise InvalidArgumentError("input_ids: takes at least one token per row; got an empty prompt")
+    params = _sampling(call.processors, bool(config.do_sample))
+    max_new_tokens, eos = _stopping(call)
+    served = engine.served()
+    if params.do_sample and seed is None:
+        seed = served.draw_seed()
+    requests = [
+        Request(prompt, max_new_tokens, eos, replace(params, seed=check_seed((seed or 0) + i)))
+        for i, prompt in enumerate(_prompts(call))
+    ]
+    for request in requests:
+        limit = served.max_positions
+        if limit is not None and len(request.prompt) <= limit < request.max_tokens:
+            # Plain generate may go past the model's positions, or stop before it gets there; only it knows.
+            raise GoNativeError(f"prompt and max_new_tokens together exceed the {limit} positions that rows can share")
+        engine.check(request)
+    return requests
+
+
+def _sampling(processors: LogitsProcessorList, do_sample: bool) -> SamplingParams:
+    """The processors that transformers made, as our parameters; GoNativeError for one that we have no form of."""
+    found: dict[str, Any] = {"do_sample": do_sample}
+    order = ["min_new_tokens", "temperature", "top_k", "top_p"]
+    for processor in processors:
+        kind = type(processor)
+        if kind is MinNewTokensLengthLogitsProcessor:
+            name, value = "min_new_tokens", processor.min_new_tokens
+        elif kind is TemperatureLogitsWarper:
+            name, value = "temperature", processor.temperature
+        elif kind is TopKLogitsWarper:
+            name, value = "top_k", processor.top_k
+        elif kind is TopPLogitsWarper and processor.min_tokens_to_keep == 1:
+            name, value = "top_p", processor.top_p
+        else:
+            raise GoNativeError(f"logits processor {kind.__name__}")
+        if name not in order or getattr(processor, "filter_value", -float("inf")) != -float("inf"):
+            raise GoNativeError(f"logits processor {kind.__name__} out of the usual order or with a filter value")
+        order = order[order.index(name) + 1 :]
+        found[name] = value
+    return SamplingParams(**found)
+
+
+def _stopping(call: _Call) -> tuple[int, frozenset[int]]:
+    max_new_tokens, eos = None, frozenset[int]()
+    for criterion in call.criteria:
+        if type(criterion) is MaxLengthCriteria:
+            max_new_tokens = criterion.max_length - call.input_ids.shape[1]
+        elif type(criterion) is EosTokenCriteria:
+            eos = frozenset(criterion.eos_token_id.flatten().tolist())
+        else:
+            raise GoNativeError(f"stopping criterion {type(criterion).__name__}")
+    if max_new_tokens is None:
+        raise GoNativeError("no limit on the length")
+    return max_new_tokens, eos
+
+
+def _prompts(call: _Call) -> list[tuple[int, ...]]:
+    """Each row without its left padding. A mask with a hole, or with padding on the right, is plain generate's business."""
+    ids = call.input_ids.tolist()
+    if call.attention_mask is None:
+        return [tuple(row) for row in ids]
+    mask = call.attention_mask
+    if mask.shape != call.input_ids.shape:
+        raise GoNativeError("an attention mask of another shape than the ids")
+    kept = mask != 0
+    if not bool((kept[:, -1] & (kept.int().diff(dim=1) >= 0).all(dim=1)).all()):
+        raise GoNativeError("an attention mask with a hole or with padding on the right")
+    return [tuple(row[len(row) - n :]) for row, n in zip(ids, kept.sum(dim=1).tolist(), strict=True)]
+
+
+def _run(engine: Engine, call: _Call, requests: list[Request], streamer: BaseStreamer | None) -> Any:
+    handles = engine.submit_all(requests)
+    pad = call.config._pad_token_tensor
+    pad_token = int(pad) if pad is not None else 0
+    try:
+        if streamer is not None:
+            _stream(handles, pad_token, streamer)
+        rows = [handle.result().tokens for handle in handles]
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
+    new = torch.full((len(rows), max(map(len, rows))), pad_token, dtype=call.input_ids.dtype)
+    for i, row in enumerate(rows):
+        new[i, : len(row)] = torch.tensor(row)
+    sequences: Any = torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if call.config.return_dict_in_generate else sequences
+
+
+def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStreamer) -> None:
+    """As plain generate does: one `put` per step with a token for every row, pad for those that have ended."""
+    iterators = [iter(handle) for handle in handles]
+    while True:
+        tokens = [next(iterator, None) for iterator in iterators]
+        if all(token is None for token in tokens):
+            break
+        streamer.put(torch.tensor([pad_token if token is None else token for token in tokens]))
+    streamer.end()
+
+
+def defaults_of(config: GenerationConfig) -> Defaults:
+    """What `Engine.submit` takes from a model's generation config."""
+    eos = config.eos_token_id
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+
+    def value(name: str, otherwise: Any) -> Any:
+        found = getattr(config, name, None)
+        return otherwise if found is None else found
+
+    sampling = SamplingParams(
+        do_sample=bool(config.do_sample),
+        temperature=float(value("temperature", 1.0)),
+        top_k=int(value("top_k", 50)),
+        top_p=float(value("top_p", 1.0)),
+        min_new_tokens=int(value("min_new_tokens", 0)),
+    )
+    return Defaults(config.max_new_tokens, value("max_length", 20), frozenset(ids), sampling)

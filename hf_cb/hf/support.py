@@ -1,0 +1,203 @@
+"""Which models the engine can serve: observed, not declared.
+
+Class flags lie: some models never call the registered attention function, others mix rows in convolutions or recurrent states.
+So a short probe runs two packed rows in chunks on the twin and compares with the same weights run plainly on each row alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_cb.attention.backend import AttentionBackend, choose_attention_backend
+from hf_cb.attention.step import LayerSpec
+from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
+from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
+from hf_cb.runtime.input_batch import build_input_batch
+from hf_cb.runtime.kv_cache import KVCache
+from hf_cb.runtime.model_runner import Forward
+from hf_cb.runtime.port import AttentionPort
+
+_BLOCK_SIZE = 4
+_LONGEST_PROBE = 96  # tokens of the longer row; windows beyond it are taken on trust in the layer's own argument
+
+
+@dataclass(frozen=True, slots=True)
+class Servable:
+    """A twin that passed, with what the engine needs to run it."""
+
+    twin: nn.Module
+    forward: Forward
+    modules: tuple[nn.Module, ...]
+    specs: tuple[LayerSpec, ...]
+    backend: AttentionBackend
+    backend_reason: str
+    device: torch.device
+    vocab_size: int
+    max_positions: int | None
+
+
+class UnservableError(Exception):
+    """The model cannot be served. The message is the reason, in words for the user."""
+
+
+def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
+    """Make a twin and probe it. Raises UnservableError with the reason; the model is not touched either way."""
+    config: Any = model.config
+    if config.is_encoder_decoder:
+        raise UnservableError("encoder-decoder model")
+    try:
+        twin = make_twin(model)
+    except Exception as error:
+        raise UnservableError(f"its module tree cannot be copied ({_brief(error)})") from error
+    forward = forward_of(twin)
+    if forward is None:
+        raise UnservableError("its forward takes no position_ids")
+    embeddings: Any = twin.get_input_embeddings()  # type: ignore[operator]
+    vocab_size, device = embeddings.weight.shape[0], embeddings.weight.device
+    rows = _probe_rows(vocab_size, device)
+    try:
+        with torch.no_grad():
+            plain = [_plain_logits(twin, row) for row in rows]
+            observer = _observe(twin, forward, rows)
+            specs = tuple(observer.specs)
+            backend, reason = choose_attention_backend(specs, attention_backend)
+            _probe(twin, forward, observer, backend, rows, plain)
+    except UnservableLayerError as error:
+        raise UnservableError(str(error)) from error
+    except UnservableError:
+        raise
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        IndexError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:
+        raise UnservableError(f"the packed probe failed ({_brief(error)})") from error
+    return Servable(twin, forward, tuple(observer.modules), specs, backend, reason, device, vocab_size, _max_positions(model))
+
+
+def _brief(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text[:160]}"
+
+
+def _max_positions(model: nn.Module) -> int | None:
+    """Positions that every row may use whatever its neighbours' length."""
+    text_config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if any(rope_follows_length(module) for module in model.modules()):
+        # Beyond the original length the frequencies of the whole batch would change with its longest row.
+        parameters = getattr(text_config, "rope_parameters", None) or {}
+        nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+        limits = [p.get("original_max_position_embeddings") for p in nested]
+        known = [value for value in (*limits, getattr(text_config, "original_max_position_embeddings", None), limit) if value]
+        limit = min(known, default=None)
+    return int(limit) if limit else None
+
+
+def _probe_rows(vocab_size: int, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocab_size, (n,), generator=generator).to(device) for n in (_LONGEST_PROBE, 36)]
+
+
+def _plain_logits(twin: nn.Module, row: torch.Tensor) -> torch.Tensor:
+    """Logits [n, vocab] of a row alone, by the model's own attention. Positions are left to the model, as in plain use."""
+    return twin(input_ids=row[None], use_cache=False, return_dict=True).logits[0].float()  # type: ignore[no-any-return]
+
+
+def _observe(twin: nn.Module, forward: Forward, rows: list[torch.Tensor]) -> Observer:
+    register()
+    set_attention(twin, IMPLEMENTATION)
+    observer = Observer()
+    set_port(twin, observer)
+    row = rows[1]
+    forward(row[None], torch.arange(len(row), device=row.device)[None], torch.tensor([len(row) - 1], device=row.device))
+    if not observer.specs:
+        raise UnservableError("its layers never call the registered attention function")
+    return observer
+
+
+def _probe(
+    twin: nn.Module,
+    forward: Forward,
+    observer: Observer,
+    backend: AttentionBackend,
+    rows: list[torch.Tensor],
+    plain: list[torch.Tensor],
+) -> None:
+    """Run the rows packed and in chunks, once more beside other neighbours, and compare."""
+    _check_layer_types(observer)
+    num_blocks = 2 * -(-_LONGEST_PROBE // _BLOCK_SIZE) + 1
+    port = AttentionPort(observer.modules, observer.specs, backend, KVCache(observer.specs, num_blocks, _BLOCK_SIZE))
+    set_port(twin, port)
+    first, second = (row.tolist() for row in rows)
+    packed = _run_packed(forward, port, [first, second], rows[0].device)
+    other = [*first[1:], first[0]]
+    beside_other = _run_packed(forward, port, [other, second], rows[0].device)
+    half = plain[0].new_empty(0).dtype != torch.float32 or any(s.dtype.itemsize < 4 for s in observer.specs)
+    for got, want in zip(packed, plain, strict=True):
+        if not _close(got, want, half):
+            raise UnservableError("packed rows give other logits than the same rows alone")
+    # The same shapes in both runs: what differs can only have come from the neighbour.
+    if not _close(beside_other[1], packed[1], half=False, rtol=1e-2 if half else 1e-4):
+        raise UnservableError("packed rows see their neighbours")
+
+
+def _check_layer_types(observer: Observer) -> None:
+    """A window that the config declares must have reached the attention function: the probe is too short to see a long one."""
+    for module, spec in zip(observer.modules, observer.specs, strict=True):
+        config: Any = getattr(module, "config", None)
+        types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+        kind = types[index] if types and index is not None else None
+        if kind == "sliding_attention" and spec.window is None:
+            raise UnservableError("a sliding-window layer does not pass its window to the attention function")
+
+
+def _run_packed(forward: Forward, port: AttentionPort, rows: list[list[int]], device: torch.device) -> list[torch.Tensor]:
+    """Logits of every position of each row, computed together in uneven chunks over shuffled blocks, a last token by itself."""
+    generator = torch.Generator().manual_seed(1)
+    per_row = -(-_LONGEST_PROBE // _BLOCK_SIZE)
+    blocks = (torch.randperm(2 * per_row, generator=generator) + 1).tolist()
+    tables = [blocks[:per_row], blocks[per_row:]]
+    done = [0, 0]
+    logits: list[list[torch.Tensor]] = [[], []]
+    for chunk in (13, 22, 59, 1, 1):
+        parts = [(i, rows[i][done[i] : done[i] + chunk]) for i in range(len(rows))]
+        scheduled = tuple(
+            ScheduledRow(i, done[i], tuple(part), tuple(tables[i][: -(-(done[i] + len(part)) // _BLOCK_SIZE)]), True)
+            for i, part in parts
+            if part
+        )
+        total = sum(len(row.token_ids) for row in scheduled)
+        batch = build_input_batch(SchedulerOutput(scheduled, total), _BLOCK_SIZE, device)
+        port.begin(batch.step)
+        out = forward(batch.input_ids, batch.position_ids, torch.arange(total, device=device)).float()
+        if any(calls != 1 for calls in port.calls):
+            raise UnservableError("an attention layer was not called exactly once a step")
+        port.end()
+        for row, part_logits in zip(scheduled, torch.split(out, [len(row.token_ids) for row in scheduled]), strict=True):
+            logits[row.request_id].append(part_logits)
+            done[row.request_id] += len(row.token_ids)
+    return [torch.cat(parts_of_row) for parts_of_row in logits]
+
+
+def _close(got: torch.Tensor, want: torch.Tensor, half: bool, rtol: float = 5e-3) -> bool:
+    """Whether two sets of logits [n, vocab] agree, relative to the spread of each position's logits.
+
+    In float32 at every position. In half precision at most of them: one expert chosen otherwise moves a position honestly.
+    """
+    want = want.to(got.device)
+    spread = (want.amax(-1) - want.amin(-1)).clamp_min(1e-6)
+    error = (got - want).abs().amax(-1) / spread
+    if not bool(torch.isfinite(error).all()):
+        return False
+    return bool(error.median() < 0.05) if half else bool(error.max() < rtol)

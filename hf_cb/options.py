@@ -1,0 +1,107 @@
+"""Options of a request as a caller gives them: validated and made into a Request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_cb.errors import InvalidArgumentError
+from hf_cb.request import Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a request takes from the model's own generation config where the caller says nothing."""
+
+    max_new_tokens: int | None = None  # None: max_length decides
+    max_length: int = 20
+    eos_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_new_tokens")
+OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", "timeout")
+
+
+def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults, draw_seed: Callable[[], int]) -> Request:
+    """One prompt (ids of shape [n] or [1, n]) and its options as a Request. Raises InvalidArgumentError, naming the argument.
+
+    `draw_seed` is called only for a request that samples and names no seed.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise InvalidArgumentError(f"{name}: no such option of submit; it takes {', '.join(OPTIONS)}")
+    prompt = token_ids(input_ids)
+    max_new_tokens = options.get("max_new_tokens")
+    if max_new_tokens is None:
+        max_new_tokens = defaults.max_new_tokens or max(1, defaults.max_length - len(prompt))
+    if not _is_int(max_new_tokens) or max_new_tokens < 1:
+        raise InvalidArgumentError(f"max_new_tokens: takes an integer >= 1; got {max_new_tokens!r}")
+    timeout = options.get("timeout")
+    if timeout is not None and not (_is_number(timeout) and timeout > 0):
+        raise InvalidArgumentError(f"timeout: takes seconds > 0 or None; got {timeout!r}")
+    return Request(
+        prompt=prompt,
+        max_new_tokens=int(max_new_tokens),
+        eos_token_ids=_eos_ids(options["eos_token_id"]) if "eos_token_id" in options else defaults.eos_token_ids,
+        sampling=_sampling(options, defaults.sampling, draw_seed),
+        deadline=None if timeout is None else time.monotonic() + timeout,
+    )
+
+
+def token_ids(input_ids: Any) -> tuple[int, ...]:
+    """The ids of one prompt, from a sequence or a tensor of shape [n] or [1, n], n >= 1."""
+    ids = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise InvalidArgumentError(f"input_ids: takes token ids; got {type(input_ids).__name__}")
+    if len(ids) == 1 and isinstance(ids[0], Sequence):
+        ids = ids[0]
+    if not ids:
+        raise InvalidArgumentError("input_ids: takes at least one token; got an empty prompt")
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise InvalidArgumentError("input_ids: takes one prompt of integer token ids")
+    return tuple(ids)
+
+
+def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: Callable[[], int]) -> SamplingParams:
+    given = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
+    params = replace(defaults, **given)
+    if not isinstance(params.do_sample, bool):
+        raise InvalidArgumentError(f"do_sample: takes True or False; got {params.do_sample!r}")
+    if not (_is_number(params.temperature) and params.temperature > 0):
+        raise InvalidArgumentError(f"temperature: takes a number > 0; got {params.temperature!r}")
+    if not _is_int(params.top_k) or params.top_k < 0:
+        raise InvalidArgumentError(f"top_k: takes an integer >= 0 (0: off); got {params.top_k!r}")
+    if not (_is_number(params.top_p) and 0 <= params.top_p <= 1):
+        raise InvalidArgumentError(f"top_p: takes a number from 0 to 1 (1: off); got {params.top_p!r}")
+    if not _is_int(params.min_new_tokens) or params.min_new_tokens < 0:
+        raise InvalidArgumentError(f"min_new_tokens: takes an integer >= 0; got {params.min_new_tokens!r}")
+    seed = options.get("seed")
+    if seed is None:
+        seed = draw_seed() if params.do_sample else 0
+    return replace(params, seed=check_seed(seed))
+
+
+def check_seed(seed: Any) -> int:
+    """The seed if torch's generators take it, else InvalidArgumentError."""
+    if not _is_int(seed) or not 0 <= seed < 1 << 63:
+        raise InvalidArgumentError(f"seed: takes an integer from 0 to 2**63 - 1; got {seed!r}")
+    return int(seed)
+
+
+def _eos_ids(value: Any) -> frozenset[int]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    ids = [] if value is None else list(value) if isinstance(value, (Sequence, frozenset, set)) else [value]
+    if not all(_is_int(token) and token >= 0 for token in ids):
+        raise InvalidArgumentError(f"eos_token_id: takes a token id, several, or None; got {value!r}")
+    return frozenset(ids)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

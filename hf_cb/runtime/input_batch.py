@@ -1,0 +1,67 @@
+"""InputBatch: a scheduled step as the tensors that the model and the attention take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_cb.attention.step import AttentionStep
+from hf_cb.core.output import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """T packed tokens of N rows, of which n sample."""
+
+    input_ids: torch.Tensor  # [1, T] int64
+    position_ids: torch.Tensor  # [1, T] int64
+    logits_indices: torch.Tensor  # [n] int64: packed positions of the last token of each row that samples
+    sampling_ids: tuple[int, ...]  # request ids in the order of logits_indices
+    step: AttentionStep
+
+
+def build_input_batch(output: SchedulerOutput, block_size: int, device: torch.device) -> InputBatch:
+    """Pack the rows one after another: no padding tokens. Built with numpy, moved to `device` at the end."""
+    rows = output.rows
+    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
+    lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
+    ends = np.cumsum(lens)
+    total = int(ends[-1])
+    ids = np.fromiter((token for row in rows for token in row.token_ids), np.int64, total)
+    # Position of packed token t of row i: start_i + (t - first packed index of row i).
+    row_of = np.repeat(np.arange(len(rows)), lens)
+    positions = np.arange(total) + (starts - (ends - lens))[row_of]
+
+    key_lens = starts + lens
+    tables = [row.block_table for row in rows]
+    block_table = np.zeros((len(rows), max(map(len, tables))), np.int32)  # 0 beyond the used blocks: a valid id
+    for i, table in enumerate(tables):
+        block_table[i, : len(table)] = table
+    slots = block_table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    samples = [i for i, row in enumerate(rows) if row.samples]
+    cu_seqlens_q = np.zeros(len(rows) + 1, np.int32)
+    cu_seqlens_q[1:] = ends
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return InputBatch(
+        input_ids=put(ids)[None],
+        position_ids=put(positions)[None],
+        logits_indices=put(ends[samples] - 1),
+        sampling_ids=tuple(rows[i].request_id for i in samples),
+        step=AttentionStep(
+            cu_seqlens_q=put(cu_seqlens_q),
+            seq_lens_k=put(key_lens.astype(np.int32)),
+            block_table=put(block_table),
+            slot_mapping=put(slots),
+            query_lens=tuple(lens.tolist()),
+            key_lens=tuple(key_lens.tolist()),
+            max_seqlen_q=int(lens.max()),
+            max_seqlen_k=int(key_lens.max()),
+            block_size=block_size,
+        ),
+    )

@@ -1,0 +1,354 @@
+"""Worker: the engine's thread. Sole owner of the scheduler, the block pool, the KV memory and the model twin.
+
+Other threads reach it through the inbox only. The rules of that door:
+
+* Checking that the engine is open, putting a request in and waking the thread are one critical section, and closing takes
+  the same lock: a request that got in is always answered, one that did not raises on its caller's thread.
+* Only this thread frees blocks. Aborts and deadlines take effect between two steps.
+* The thread starts with the first request and is a daemon; it is joined at shutdown and at interpreter exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import heapq
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_cb.core.output import Emission, SchedulerOutput
+from hf_cb.core.scheduler import Scheduler
+from hf_cb.errors import EngineClosedError, EngineDeadError, HFCBError, RequestFailedError, UnsupportedCallError
+from hf_cb.handle import OutputQueue
+from hf_cb.request import FinishReason
+from hf_cb.runtime.model_runner import ModelRunner
+from hf_cb.stats import Meter, StepRecord
+
+logger = logging.getLogger("hf_cb")
+
+# A device error that leaves the device unusable: nothing can be retried (torch names it from 2.8 on).
+_DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError", EngineDeadError), EngineDeadError)
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What the worker drives, and what `replace` exchanges as a whole."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    block_size: int
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class _Replacement:
+    """A barrier in the inbox: what came before ends on the old machinery, what comes after starts on the new."""
+
+    machinery: Machinery
+    done: threading.Event
+
+
+class Worker:
+    """One thread that turns requests into tokens. All public methods may be called from any thread."""
+
+    def __init__(self, machinery: Machinery, record_steps: int = 0) -> None:
+        self.machinery = machinery
+        self.meter = Meter(record_steps)
+        self._changed = threading.Condition()
+        # Guarded by _changed:
+        self._inbox: deque[OutputQueue | _Replacement] = deque()
+        self._aborts: list[int] = []
+        self._thread: threading.Thread | None = None
+        self._closing: str | None = None  # "drain" or "now"
+        self._dead: BaseException | None = None
+        self._pauses = 0
+        self._parked = False
+        # Lock-free, for the garbage collector: ids whose handle is gone.
+        self._forgotten: deque[int] = deque()
+        # The worker thread's own:
+        self._queues: dict[int, OutputQueue] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        _workers.add(self)
+
+    # -- the door ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, queues: Sequence[OutputQueue]) -> None:
+        """Take in, all or none. Raises EngineClosedError, EngineDeadError; on the worker itself UnsupportedCallError."""
+        if threading.current_thread() is self._thread:
+            raise UnsupportedCallError("submit: called on the engine's own thread, which would wait for itself")
+        with self._changed:
+            self._check_open()
+            self._inbox.extend(queues)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hf_cb-engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def abort(self, request_id: int) -> None:
+        """Cancel a request at the next step boundary; ids that are unknown or have ended are fine."""
+        with self._changed:
+            self._aborts.append(request_id)
+            self._changed.notify_all()
+
+    def forget(self, request_id: int) -> None:
+        """The same for a dropped handle: takes no lock and wakes nobody, so that a finalizer may call it anywhere."""
+        self._forgotten.append(request_id)
+
+    def replace(self, machinery: Machinery) -> None:
+        """Go on with other machinery once all that was submitted before has ended; returns when it is in place."""
+        done = threading.Event()
+        with self._changed:
+            self._check_open()
+            if self._thread is None:
+                self.machinery = machinery
+                return
+            self._inbox.append(_Replacement(machinery, done))
+            self._changed.notify_all()
+        done.wait()
+        with self._changed:
+            self._check_open()
+
+    def pause(self) -> None:
+        """Return when no step runs and none will until `resume`. Calls nest."""
+        if threading.current_thread() is self._thread:
+            raise UnsupportedCallError("pause: called on the engine's own thread, which would wait for itself")
+        with self._changed:
+            self._check_open()
+            self._pauses += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._parked or self._thread is None or self._closing or self._dead)
+
+    def resume(self) -> None:
+        """Undo one `pause`."""
+        with self._changed:
+            self._pauses = max(0, self._pauses - 1)
+            self._changed.notify_all()
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests. With `drain`, finish those there are (pauses end); else end them with EngineClosedError.
+
+        Waits for the thread, at most `timeout` seconds. Closing again is fine.
+        """
+        with self._changed:
+            if self._closing != "now":
+                self._closing = "drain" if drain else "now"
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _check_open(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine died: {self._dead}") from self._dead
+        if self._closing is not None:
+            raise EngineClosedError("the engine was shut down and takes no more requests")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `submit` would take a request."""
+        return self._dead is None and self._closing is None
+
+    # -- the thread -------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._await_work():
+                self._take_in()
+                self._expire()
+                if not self._parked and self.machinery.scheduler.has_work:
+                    self._step()
+            self._end_all(EngineClosedError("the engine was shut down before this request ended"))
+        except BaseException as error:
+            logger.exception("the engine died")
+            self._die(error)
+
+    def _await_work(self) -> bool:
+        """Sleep while there is nothing to do. False: the thread is to end. Sets `_parked` while a pause holds."""
+        with self._changed:
+            while True:
+                busy = self.machinery.scheduler.has_work
+                if self._closing == "now" or (self._closing and not busy and not self._inbox):
+                    return False
+                self._parked = self._pauses > 0 and not self._closing
+                if self._parked:
+                    self._changed.notify_all()
+                if self._inbox_is_ready() or self._aborts or (busy and not self._parked):
+                    return True
+                if self._deadlines and self._deadlines[0][0] <= time.monotonic():
+                    return True
+                self._changed.wait(self._deadlines[0][0] - time.monotonic() if self._deadlines else None)
+
+    def _inbox_is_ready(self) -> bool:
+        """A replacement at the head waits until the old machinery is idle, and so does all that stands behind it."""
+        if not self._inbox:
+            return False
+        return not isinstance(self._inbox[0], _Replacement) or not self.machinery.scheduler.has_work
+
+    def _take_in(self) -> None:
+        """Empty the inbox as far as a barrier allows, then apply the aborts.
+
+        No queue is closed under the lock: a finalizer that takes it may run on a thread that holds a queue's.
+        """
+        early: list[OutputQueue] = []
+        with self._changed:
+            while self._inbox_is_ready():
+                item = self._inbox.popleft()
+                if isinstance(item, _Replacement):
+                    self.machinery = item.machinery
+                    item.done.set()
+                else:
+                    self._add(item)
+            aborts, self._aborts = set(self._aborts), []
+            while self._forgotten:
+                aborts.add(self._forgotten.popleft())
+            for item in list(self._inbox) if aborts else ():
+                # Still behind a barrier: the machinery has not seen it.
+                if isinstance(item, OutputQueue) and item.request.request_id in aborts:
+                    self._inbox.remove(item)
+                    early.append(item)
+        for queue in early:
+            queue.close(FinishReason.CANCELLED)
+        for request_id in aborts:
+            self._finish(request_id, FinishReason.CANCELLED)
+
+    def _add(self, queue: OutputQueue) -> None:
+        request = queue.request
+        self._queues[request.request_id] = queue
+        self.machinery.runner.add(request)
+        self.machinery.scheduler.add(request)
+        self.meter.prompt_tokens += len(request.prompt)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            self._finish(heapq.heappop(self._deadlines)[1], FinishReason.TIMEOUT)
+
+    def _finish(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
+        """End a request that the scheduler has not ended itself, and give its blocks back."""
+        if request_id in self._queues:
+            self.machinery.scheduler.abort(request_id)
+            self._close_queue(request_id, reason, error)
+
+    def _close_queue(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
+        self.machinery.runner.remove(request_id)
+        self.meter.finished[reason] += 1
+        self._queues.pop(request_id).close(reason, error)
+
+    def _step(self) -> None:
+        scheduler, runner = self.machinery.scheduler, self.machinery.runner
+        began = time.perf_counter()
+        output = scheduler.schedule()
+        if not output.rows:
+            raise RuntimeError("nothing can be scheduled although requests wait: the block accounting is broken")
+        blocks_used = scheduler.blocks_used
+        tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens
+        try:
+            result = runner.execute(output)
+        except _DEVICE_LOST:
+            raise
+        except Exception as error:
+            self._fail_step(output, error)
+            return
+        emissions = scheduler.update(output, result)
+        self._hand_over(emissions)
+        self.meter.add(
+            StepRecord(
+                started=began,
+                seconds=time.perf_counter() - began,
+                model_seconds=runner.model_seconds,
+                rows=tuple((row.request_id, len(row.token_ids)) for row in output.rows),
+                sampled=tuple(emission.request_id for emission in emissions if emission.token is not None),
+                preempted=output.preempted,
+                num_waiting=scheduler.num_waiting,
+                blocks_used=blocks_used,
+                tokens_stored=tokens_stored,
+                block_size=self.machinery.block_size,
+            )
+        )
+
+    def _hand_over(self, emissions: Sequence[Emission]) -> None:
+        for emission in emissions:
+            if emission.token is not None:
+                self._queues[emission.request_id].put(emission.token)
+            if emission.finish_reason is not None:
+                error = None
+                if emission.finish_reason is FinishReason.FAILED:
+                    error = _failed(f"request {emission.request_id} failed: {emission.error}", emission.error)
+                self._close_queue(emission.request_id, emission.finish_reason, error)
+
+    def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
+        logger.error("a step of %d sequences failed; they end, the engine goes on", len(output.rows), exc_info=error)
+        for row in output.rows:
+            failure = _failed(f"the step that held request {row.request_id} failed: {type(error).__name__}: {error}", error)
+            self._finish(row.request_id, FinishReason.FAILED, failure)
+
+    # -- the end ----------------------------------------------------------------------------------------------------------
+
+    def _die(self, cause: BaseException) -> None:
+        with self._changed:
+            self._dead = cause
+            self._parked = False
+            self._changed.notify_all()
+        error = EngineDeadError(f"the engine died: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self._end_all(error)
+
+    def _end_all(self, error: HFCBError) -> None:
+        """Answer everybody. Nothing can come in any more: the door is closed before this is called."""
+        with self._changed:
+            waiting = list(self._inbox)
+            self._inbox.clear()
+        for item in waiting:
+            if isinstance(item, _Replacement):
+                item.done.set()
+            else:
+                item.close(FinishReason.FAILED, error)
+        for request_id, queue in list(self._queues.items()):
+            if not isinstance(error, EngineDeadError):
+                self.machinery.scheduler.abort(request_id)
+            queue.close(FinishReason.FAILED, error)
+        self._queues.clear()
+
+    def after_fork_in_child(self) -> None:
+        """The thread did not come along. Whoever waits here, or will, gets an error rather than a hang."""
+        self._changed = threading.Condition()
+        self._dead = EngineDeadError(
+            "this process was forked from the one that runs the engine; uninstall and install again in the child"
+        )
+        self._thread = None
+        queues = [*self._queues.values(), *(item for item in self._inbox if isinstance(item, OutputQueue))]
+        for queue in queues:
+            queue.reset_lock_after_fork()
+            queue.close(FinishReason.FAILED, EngineDeadError(str(self._dead)))
+
+
+def _failed(message: str, cause: BaseException | None) -> RequestFailedError:
+    error = RequestFailedError(message)
+    error.__cause__ = cause
+    return error
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _close_workers() -> None:
+    for worker in list(_workers):
+        worker.close(drain=False, timeout=10)
+
+
+def _mark_workers() -> None:
+    for worker in list(_workers):
+        worker.after_fork_in_child()
+
+
+atexit.register(_close_workers)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_workers)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import machine, profiling, report
+from benchmarks.outcome import Outcome, Row
+from benchmarks.workload import Item, Workload
+
+
+def item(index: int, prompt: int, output: int) -> Item:
+    return Item(index, tuple(range(prompt)), output)
+
+
+def row(of: Item, *times: float, sent: float = 0.0, tokens: tuple[int, ...] = ()) -> Row:
+    return Row(of, sent, tokens or tuple(range(of.output_length)), times)
+
+
+A, B = item(0, 10, 2), item(1, 30, 4)
+BOTH = Workload((A, B))
+RUN = Outcome(
+    (row(A, 1.0, 1.5), row(B, 2.0, 2.5, 3.5, 4.0, sent=0.5)), wall_seconds=4.0, steps=4, kv_waste=0.25, outside_model=0.1
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [
+        ([3, 1, 2], 50, 2),
+        ([1, 2, 3, 4], 50, 2),
+        ([1, 2, 3, 4], 99, 4),
+        (list(range(1, 101)), 99, 99),
+        ([7], 0, 7),
+        ([], 50, None),
+    ],
+)
+def test_percentile_is_the_nearest_rank(values, percent, expected):
+    assert report.percentile(values, percent) == expected
+
+
+def test_figures_of_a_whole_run():
+    got = report.figures(RUN, BOTH, peak_rss=123)
+    assert got == {
+        "output_tokens_per_second": 6 / 4,
+        "total_tokens_per_second": 46 / 4,
+        "ttft_p50": 1.0,
+        "ttft_p99": 1.5,  # from the moment of sending
+        "inter_token_p50": 0.5,
+        "inter_token_p99": 1.0,
+        "kv_waste": 0.25,
+        "mean_batch": 1.5,
+        "outside_model": 0.1,
+        "peak_rss": 123,
+        "wall_seconds": 4.0,
+        "measured_requests": 2,
+        "measured_seconds": 4.0,
+    }
+
+
+def test_a_subset_is_extrapolated_by_output_tokens():
+    got = report.figures(Outcome((row(A, 1.0, 1.5),), wall_seconds=2.0, steps=2), BOTH)
+    assert got["wall_seconds"] == 2.0 * 6 / 2
+    assert got["output_tokens_per_second"] == 1.0  # as measured
+    assert got["measured_requests"] == 1
+    assert got["measured_seconds"] == 2.0
+    assert got["ttft_p50"] is None
+
+
+def test_ratios_are_taken_within_a_round():
+    rounds = [
+        {name: report.figures(Outcome(RUN.rows, wall, 4), BOTH) for name, wall in walls.items()}
+        for walls in (
+            {"locked": 40, "generate_batch": 10, "hf_cb": 5},
+            {"locked": 4, "generate_batch": 2, "hf_cb": 1},
+            {"locked": 8, "generate_batch": 8, "hf_cb": 4},
+        )
+    ]
+    got = report.medians(rounds)
+    assert got["hf_cb"]["ratio_to_locked"] == 4  # of 8, 4, 2
+    assert got["hf_cb"]["ratio_to_generate_batch"] == 2  # of 2, 2, 2
+    assert got["locked"]["ratio_to_locked"] == 1
+    assert got["hf_cb"]["output_tokens_per_second"] == 6 / 4
+    assert got["hf_cb"]["kv_waste"] is None
+
+
+def test_a_ratio_to_a_peer_that_did_not_run_is_none():
+    got = report.medians([{"hf_cb": report.figures(RUN, BOTH)}])
+    assert got["hf_cb"]["ratio_to_locked"] is None
+
+
+def test_equal_requests_counts_those_that_both_ran():
+    theirs = Outcome((row(B, 1, 2, 3, 4, tokens=(0, 1, 2, 9)),), 1.0, 4)
+    assert report.equal_requests(RUN, RUN) == (2, 2)
+    assert report.equal_requests(RUN, theirs) == (0, 1)
+
+
+def test_a_result_with_a_token_too_few_is_refused():
+    assert RUN.check(BOTH) is RUN
+    with pytest.raises(RuntimeError, match="request 0: 1 tokens and 1 times, not 2"):
+        Outcome((row(A, 1.0, tokens=(5,)), RUN.rows[1]), 1.0, 1).check(BOTH)
+    with pytest.raises(RuntimeError, match="1 results for 2"):
+        Outcome(RUN.rows[:1], 1.0, 1).check(BOTH)
+
+
+def test_the_table_marks_extrapolated_peers():
+    results = report.medians(
+        [{"locked": report.figures(Outcome((row(A, 1.0, 1.5),), 2.0, 2), BOTH), "hf_cb": report.figures(RUN, BOTH)}]
+    )
+    header, locked, ours = report.table(results, 2).splitlines()
+    assert locked.split()[:3] == ["locked*", "1.0", "6.0"]
+    assert ours.split()[:4] == ["hf_cb", "1.5", "11.5", "1.50"]
+    assert "25.0" in ours.split()  # KV waste, in percent
+    assert len(header) == len(locked) == len(ours)
+
+
+def test_a_profile_adds_up_to_the_wall_clock():
+    ops = {"aten::addmm": 2.0, "hf_cb::paged_attention": 1.0, "aten::rms_norm": 0.5, "aten::argmax": 0.25, "aten::empty": 0.25}
+    groups = profiling.summary(ops, wall_seconds=5.0, outside_model=0.2)["groups"]
+    assert groups == {
+        "linear layers": 2.0,
+        "attention": 1.0,
+        "norms, activations, rotary": 0.5,
+        "sampling": 0.25,
+        "other ops": 0.25,
+        "outside any op (Python, scheduling, waiting)": 1.0,
+    }
+
+
+def test_peak_memory_sees_what_was_held_in_between():
+    with machine.peak_memory() as peak:
+        before = peak.bytes
+        held = bytearray(b"x" * (64 << 20))
+        del held
+    assert peak.bytes >= before
+    with machine.peak_memory() as peak:
+        held = bytearray(b"x" * (64 << 20))
+    assert peak.bytes >= len(held)

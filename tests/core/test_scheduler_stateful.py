@@ -1,0 +1,170 @@
+"""Whatever the sizes, the policy, the aborts and the failures: every request's output is what it is alone."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from stub_model import StubModel, output_alone
+
+from hf_cb.core.output import ScheduledRow, SchedulerOutput, StepResult
+from hf_cb.core.policy import FCFS
+from hf_cb.core.scheduler import Scheduler
+from hf_cb.errors import RequestTooLongError
+from hf_cb.request import FinishReason, Request
+
+
+class _Ranked(FCFS):
+    """Serves by an arbitrary but fixed rank, so that victims stand anywhere among the running."""
+
+    @staticmethod
+    def _rank(seq):
+        return (seq.arrival * 7919) % 31, seq.arrival
+
+    def next_waiting(self):
+        return min(self._waiting.values(), key=self._rank, default=None)
+
+    def victim(self, running):
+        return max(running, key=self._rank)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(1, 8),
+        block_size=st.integers(1, 4),
+        max_batch_tokens=st.integers(1, 9),
+        max_batch_size=st.integers(1, 5),
+        policy=st.sampled_from([FCFS, _Ranked]),
+    )
+    def make(self, num_blocks, block_size, max_batch_tokens, max_batch_size, policy):
+        self.num_slots, self.fcfs = num_blocks * block_size, policy is FCFS
+        self.max_batch_tokens, self.max_batch_size, self.block_size = max_batch_tokens, max_batch_size, block_size
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_size=max_batch_size,
+            policy=policy(),
+        )
+        self.model = StubModel(block_size)
+        self.live: dict[int, tuple[Request, list[int]]] = {}
+        self.started: list[int] = []  # the requests in the order of their first tokens
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=10),
+        max_new_tokens=st.integers(1, 10),
+        eos=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
+    )
+    def add(self, prompt, max_new_tokens, eos):
+        request = Request(tuple(prompt), max_new_tokens, eos)
+        try:
+            self.scheduler.add(request)
+        except RequestTooLongError:
+            assert len(prompt) + max_new_tokens - 1 > self.num_slots
+        else:
+            assert len(prompt) + max_new_tokens - 1 <= self.num_slots
+            self.live[request.request_id] = (request, [])
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.live)
+    def abort(self, data):
+        self._abort(data.draw(st.sampled_from(sorted(self.live))))
+
+    @rule()
+    def step(self):
+        output = self._schedule()
+        self._update(output, self.model.step(output))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.live)
+    def step_with_an_abort_in_it(self, data):
+        output = self._schedule()
+        self._abort(data.draw(st.sampled_from(sorted(self.live))))
+        self._update(output, self.model.step(output))
+
+    @rule(written=st.booleans())
+    def step_that_fails_and_is_repeated(self, written):
+        output = self._schedule()
+        if written:  # it may fail before or after it wrote its slots
+            self.model.step(output)
+        again = self._schedule()
+        assert again.rows[: len(output.rows)] == output.rows
+        assert again == output or output.preempted
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.live)
+    def step_with_a_bad_row(self, data):
+        output = self._schedule()
+        bad = data.draw(st.sampled_from([row.request_id for row in output.rows]))
+        result = self.model.step(output)
+        result.tokens.pop(bad, None)
+        self._update(output, StepResult(result.tokens, {bad: ValueError("a bad row")}))
+        assert bad not in self.live
+
+    @invariant()
+    def is_sound(self):
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler = self.scheduler
+        scheduler.check()
+        assert scheduler.num_running + scheduler.num_waiting == len(self.live)
+        assert scheduler.has_work == bool(self.live)
+        for request_id, (request, output) in self.live.items():
+            assert scheduler.tokens_of(request_id) == (*request.prompt, *output)
+        if not self.live:
+            assert scheduler.blocks_used == scheduler.tokens_stored == 0
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        limit = 50 * (1 + len(self.live)) * self.num_slots
+        while self.live:
+            limit -= 1
+            assert limit > 0, "no progress"
+            self.step()
+        self.is_sound()
+        if self.fcfs:
+            assert self.started == sorted(self.started)
+
+    def _schedule(self) -> SchedulerOutput:
+        before = {request_id: self.scheduler.tokens_of(request_id) for request_id in self.live}
+        output = self.scheduler.schedule()
+        assert bool(output.rows) == bool(self.live)
+        assert output.num_scheduled_tokens == sum(len(row.token_ids) for row in output.rows) <= self.max_batch_tokens
+        assert len(output.rows) <= self.scheduler.num_running <= self.max_batch_size
+        assert not {row.request_id for row in output.rows} & set(output.preempted)
+        tables = [row.block_table for row in output.rows]
+        assert len({block for table in tables for block in table}) == sum(map(len, tables))  # disjoint
+        for row in output.rows:
+            self._check_row(row, before[row.request_id])
+        return output
+
+    def _check_row(self, row: ScheduledRow, tokens: tuple[int, ...]) -> None:
+        end = row.start + len(row.token_ids)
+        assert row.token_ids == tokens[row.start : end] != ()
+        assert row.samples == (end == len(tokens))
+        assert len(row.block_table) * self.block_size >= end
+
+    def _update(self, output: SchedulerOutput, result: StepResult) -> None:
+        for request_id, token, reason, error in self.scheduler.update(output, result):
+            request, tokens = self.live[request_id]
+            if error is not None:
+                assert (token, reason) == (None, FinishReason.FAILED)
+                del self.live[request_id]
+                continue
+            if not tokens:
+                self.started.append(request_id)
+            tokens.append(token)
+            expected = output_alone(request)
+            assert tokens == expected[: len(tokens)]
+            assert (reason is not None) == (tokens == expected)
+            if reason is not None:
+                assert (reason is FinishReason.STOP) == (token in request.eos_token_ids)
+                del self.live[request_id]
+
+    def _abort(self, request_id: int) -> None:
+        assert self.scheduler.abort(request_id, FinishReason.CANCELLED)
+        assert not self.scheduler.abort(request_id, FinishReason.CANCELLED)
+        del self.live[request_id]
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
