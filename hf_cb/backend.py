@@ -212,7 +212,7 @@ class _Generate:
 
     def __init__(self, model: PreTrainedModel, backend: GenerationBackend) -> None:
         functools.update_wrapper(self, backend.original)
-        del self.__wrapped__  # a bound method: it would hold the model
+        vars(self).pop("__wrapped__")  # a bound method: it would hold the model
         self.backend = backend
         self._model = weakref.ref(model)
         self.__signature__ = inspect.signature(backend.original)

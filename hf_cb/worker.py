@@ -234,7 +234,7 @@ class Worker:
     def _finish(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
         """End a request that the scheduler has not ended itself, and give its blocks back."""
         if request_id in self._queues:
-            self.machinery.scheduler.abort(request_id)
+            self.machinery.scheduler.abort(request_id, reason)
             self._close_queue(request_id, reason, error)
 
     def _close_queue(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
@@ -313,7 +313,7 @@ class Worker:
                 item.close(FinishReason.FAILED, error)
         for request_id, queue in list(self._queues.items()):
             if not isinstance(error, EngineDeadError):
-                self.machinery.scheduler.abort(request_id)
+                self.machinery.scheduler.abort(request_id, FinishReason.FAILED)
             queue.close(FinishReason.FAILED, error)
         self._queues.clear()
 

@@ -1,0 +1,30 @@
+"""Making and running schedulers in tests."""
+
+from stub_model import StubModel
+
+from hf_cb.core.scheduler import Scheduler
+from hf_cb.request import FinishReason, Request
+
+
+def make_scheduler(**options) -> Scheduler:
+    return Scheduler(**{"num_blocks": 64, "block_size": 4, "max_batch_tokens": 32, "max_batch_size": 8} | options)
+
+
+def make_request(num_prompt_tokens: int, max_new_tokens: int = 4, **options) -> Request:
+    return Request(tuple(i % 2 for i in range(num_prompt_tokens)), max_new_tokens, **options)
+
+
+def run(scheduler: Scheduler, model: StubModel, steps: int = 1000) -> tuple[dict[int, list[int]], dict[int, FinishReason]]:
+    """Step until nothing is left. Returns outputs and reasons by request id, in the order in which they ended."""
+    tokens: dict[int, list[int]] = {}
+    ended: dict[int, FinishReason] = {}
+    while scheduler.has_work:
+        steps -= 1
+        assert steps >= 0, "no end"
+        output = scheduler.schedule()
+        for emission in scheduler.update(output, model.step(output)):
+            tokens.setdefault(emission.request_id, []).append(emission.token)
+            if emission.finish_reason is not None:
+                ended[emission.request_id] = emission.finish_reason
+        scheduler.check()
+    return tokens, ended
