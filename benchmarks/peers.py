@@ -27,7 +27,7 @@ Timed = tuple[tuple[int, ...], tuple[float, ...]]  # tokens and their times
 STATIC_BATCH = 16
 _PAGE_SIZE = 64  # generate_batch: its default of 256 wastes more memory and is no faster here
 _MAX_BATCH_TOKENS = 512  # generate_batch: its dense mask costs batch tokens x cached tokens, so larger steps are slower
-_ALL_STEPS = 1_000_000
+ALL_STEPS = 1_000_000
 
 
 def ignore_end_of_sequence(model: Any) -> None:
@@ -44,7 +44,7 @@ def locked(model: Any, workload: Workload, progress: Progress, concurrency: int)
         output = model.generate(**_inputs(item), max_new_tokens=item.output_length, streamer=clock)
         return _new_tokens(output, item), tuple(clock.times)
 
-    with _installed(model, backend="serialized"):
+    with installed(model, backend="serialized"):
         rows, wall = _serve(workload, concurrency, call)
     # A dynamic cache holds exactly the tokens of the one call.
     return Outcome(tuple(rows), wall, steps=workload.output_tokens, kv_waste=0.0)
@@ -118,28 +118,22 @@ def generate_batch(model: Any, workload: Workload, progress: Progress, concurren
 
 def hf_cb_generate(model: Any, workload: Workload, progress: Progress, concurrency: int, **options: Any) -> Outcome:
     """This package: threads that call `model.generate`."""
-
-    def call(item: Item) -> tuple[int, ...]:
-        tokens = _new_tokens(model.generate(**_inputs(item), max_new_tokens=item.output_length), item)
-        progress(len(tokens))
-        return tokens
-
-    with _installed(model, record_steps=_ALL_STEPS, **options) as engine:
-        rows, wall = _serve(workload, concurrency, lambda item: (call(item), ()))
-    return _with_step_times(engine, rows, wall)
+    with installed(model, record_steps=ALL_STEPS, **options) as engine:
+        rows, wall = serve_by_generate(model, workload, progress, concurrency)
+    return with_step_times(engine, rows, wall)
 
 
 def hf_cb_submit(model: Any, workload: Workload, progress: Progress, concurrency: int, **options: Any) -> Outcome:
     """This package: `engine.submit`, from as many threads."""
-    with _installed(model, record_steps=_ALL_STEPS, **options) as engine:
+    with installed(model, record_steps=ALL_STEPS, **options) as engine:
 
-        def call(item: Item) -> tuple[int, ...]:
+        def call(item: Item) -> Timed:
             tokens = engine.submit(item.prompt, max_new_tokens=item.output_length).result().tokens
             progress(len(tokens))
-            return tokens
+            return tokens, ()
 
-        rows, wall = _serve(workload, concurrency, lambda item: (call(item), ()))
-    return _with_step_times(engine, rows, wall)
+        rows, wall = _serve(workload, concurrency, call)
+    return with_step_times(engine, rows, wall)
 
 
 PEERS: Mapping[str, Callable[..., Outcome]] = {
@@ -170,7 +164,7 @@ class _Clock(BaseStreamer):
         pass
 
 
-class _installed:
+class installed:
     """`install` for the body; on leaving, `uninstall`, so that the last step is on record."""
 
     def __init__(self, model: Any, **options: Any) -> None:
@@ -181,6 +175,17 @@ class _installed:
 
     def __exit__(self, *_: object) -> None:
         hf_cb.uninstall(self._model)
+
+
+def serve_by_generate(model: Any, workload: Workload, progress: Progress, concurrency: int) -> tuple[list[Row], float]:
+    """Rows without times, and the wall seconds, of threads that call the `generate` that is installed."""
+
+    def call(item: Item) -> Timed:
+        tokens = _new_tokens(model.generate(**_inputs(item), max_new_tokens=item.output_length), item)
+        progress(len(tokens))
+        return tokens, ()
+
+    return _serve(workload, concurrency, call)
 
 
 def _serve(workload: Workload, concurrency: int, call: Callable[[Item], Timed]) -> tuple[list[Row], float]:
@@ -202,7 +207,7 @@ def _serve(workload: Workload, concurrency: int, call: Callable[[Item], Timed]) 
         return rows, time.perf_counter() - start
 
 
-def _with_step_times(engine: Any, rows: Sequence[Row], wall: float) -> Outcome:
+def with_step_times(engine: Any, rows: Sequence[Row], wall: float) -> Outcome:
     """The outcome with token times from the engine's step records: no streamer needs to slow the callers down."""
     stats, steps = engine.stats(), engine.steps()
     if stats.native_calls:

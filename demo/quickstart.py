@@ -6,6 +6,8 @@ Shows both live, compares speed and answers, and draws who sat in which batch sl
 from __future__ import annotations
 
 import argparse
+import io
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,8 @@ _SHOWN = (0, 2, 19, 23)  # answers that are printed: short ones, a program, a st
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # so that a log has the lines in order with those of the progress
     setting = _load(args)
     total = len(setting.questions)
     num_plain = total if args.plain == "all" else min(int(args.plain), total)
@@ -42,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _print_answers(setting, main_run)
     figure = draw(
         Panel("Static batching", f"plain generate() on padded batches of {_SLOTS}", static_timeline, static.seconds),
-        Panel("Continuous batching", "hf_cb: a slot that gets free is filled at once", slots_timeline, slots.seconds),
+        Panel("Continuous batching", "hf_cb: a freed slot is filled at the next iteration", slots_timeline, slots.seconds),
         f"{total} questions, {_SLOTS} batch slots: who sits where",
     )
     args.out.mkdir(parents=True, exist_ok=True)
@@ -86,7 +90,8 @@ def _print_answers(setting: Setting, run: report.Run) -> None:
     for number in _SHOWN:
         text = setting.tokenizer.decode(run.answers[number].tokens, skip_special_tokens=True).strip()
         print(f"{number + 1:>3}. {setting.questions[number]}")
-        print(textwrap.indent(text, "     │ "))
+        lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 100) or [""]]
+        print("\n".join(f"     │ {line}" for line in lines))
     print()
 
 

@@ -85,6 +85,8 @@ def run_static(setting: Setting, name: str, num_slots: int) -> tuple[Run, Timeli
     with ThreadPoolExecutor(1) as pool:
         _watch(setting, Live(name, len(setting.questions), setting.tokenizer), [pool.submit(ask_all)], answers)
     seconds = time.perf_counter() - begin
+    for answer in answers:
+        answer.asked_at = begin  # all the questions are there from the start: the later batches wait
     timeline = static_timeline([len(answer.tokens) for answer in answers], num_slots)
     mean_batch = report.num_tokens(answers) / timeline.num_iterations
     waste = report.static_kv_waste(answers, num_slots)
@@ -92,20 +94,32 @@ def run_static(setting: Setting, name: str, num_slots: int) -> tuple[Run, Timeli
 
 
 def run_slots(setting: Setting, name: str, num_slots: int) -> tuple[Run, Timeline]:
-    """Engine.generate_batch() on all the questions with room for `num_slots` at a time, to set beside the padded batches."""
+    """Engine.submit() of all the questions with room for `num_slots` at a time, to set beside the padded batches."""
     prompts = [setting.encode([question])["input_ids"][0].tolist() for question in setting.questions]
-    with _installed(setting.model, record_steps=_STEPS, max_batch_size=num_slots) as engine:
+    with (
+        ThreadPoolExecutor(len(prompts)) as pool,
+        _installed(setting.model, record_steps=_STEPS, max_batch_size=num_slots) as engine,
+    ):
         _warm_up(setting)
         begin = time.perf_counter()
-        results = engine.generate_batch(prompts, max_new_tokens=setting.max_new_tokens, do_sample=False)
+        handles = [engine.submit(prompt, max_new_tokens=setting.max_new_tokens, do_sample=False) for prompt in prompts]
+        answers = [Answer(number, len(prompt), begin, []) for number, prompt in enumerate(prompts)]
+        futures = [pool.submit(_follow, handle, answer) for handle, answer in zip(handles, answers, strict=True)]
+        _watch(setting, Live(name, len(prompts), setting.tokenizer), futures, answers)
         seconds = time.perf_counter() - begin
         steps = [step for step in engine.steps() if step.started >= begin]
-    answers = {
-        number: Answer(number, r.num_prompt_tokens, r.submitted_at, list(r.tokens), r.first_token_at, r.finished_at)
-        for number, r in enumerate(results)
-    }
-    timeline = continuous_timeline(steps, num_slots, {r.request_id: number for number, r in enumerate(results)})
-    return Run(name, answers, seconds, report.mean_batch(steps), report.kv_waste(steps)), timeline
+    numbers = {handle.request_id: number for number, handle in enumerate(handles)}
+    timeline = continuous_timeline(steps, num_slots, numbers)
+    by_number = {answer.number: answer for answer in answers}
+    return Run(name, by_number, seconds, report.mean_batch(steps), report.kv_waste(steps)), timeline
+
+
+def _follow(handle: Any, answer: Answer) -> None:
+    for token in handle:
+        answer.tokens.append(token)
+    result = handle.result()
+    answer.asked_at, answer.first_token_at = result.submitted_at, result.first_token_at
+    answer.finished_at = result.finished_at
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
 
 Kind = Literal["prefill", "decode", "wasted"]
@@ -117,8 +118,8 @@ class Panel:
 
 def draw(static: Panel, continuous: Panel, title: str) -> Figure:
     """The picture: `static` above, `continuous` below, on the same axis of iterations."""
-    figure = Figure(figsize=(14, 7.6), dpi=130, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.14, w_pad=0.14, hspace=0.06)  # type: ignore[union-attr]
+    layout = ConstrainedLayoutEngine(h_pad=0.14, w_pad=0.14, hspace=0.06)
+    figure = Figure(figsize=(14, 7.6), dpi=130, facecolor="white", layout=layout)
     axes = figure.subplots(2, 1, sharex=True)
     end = max(static.timeline.num_iterations, continuous.timeline.num_iterations)
     for ax, panel in zip(axes, (static, continuous), strict=True):

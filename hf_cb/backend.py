@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_cb.config import CBConfig
-from hf_cb.engine import Engine
+from hf_cb.engine import Engine, Served
 from hf_cb.errors import (
     AlreadyInstalledError,
     InvalidArgumentError,
@@ -129,8 +129,10 @@ class ContinuousBatchingBackend(GenerationBackend):
 
     def attach(self) -> None:
         """Make and probe the twin. A model that cannot be served is attached all the same: all of its calls run natively."""
-        served, reason = self._build()
-        self.engine = Engine(served, self.config, reason)
+        fingerprint, served, reason = self._build()
+        refresh = weakref.WeakMethod(self._refresh)  # an engine does not keep its backend, nor the model, alive
+        self.engine = Engine(served, self.config, reason, refresh)
+        self._fingerprint = fingerprint
 
     def detach(self) -> None:
         """Finish the requests there are and end the engine's thread."""
@@ -157,14 +159,14 @@ class ContinuousBatchingBackend(GenerationBackend):
         logger.debug("generate runs natively: %s", reason)
         return self.plain(arguments, seed)
 
-    def _build(self) -> tuple[Any, str | None]:
+    def _build(self) -> tuple[Fingerprint, Served | None, str | None]:
         with self._plain_lock:  # a plain call in flight may have switched the model's settings for its duration
-            self._fingerprint = Fingerprint.of(self.model)
+            fingerprint = Fingerprint.of(self.model)
             try:
-                return build(self.model, self.config), None
+                return fingerprint, build(self.model, self.config), None
             except UnservableError as error:
                 logger.info("the engine cannot serve %s: %s", type(self.model).__name__, error)
-                return None, str(error)
+                return fingerprint, None, str(error)
 
     def _is_fresh(self) -> bool:
         return self._fingerprint is not None and self._fingerprint.matches(Fingerprint.of(self.model))
@@ -177,7 +179,9 @@ class ContinuousBatchingBackend(GenerationBackend):
             if self._is_fresh():  # another caller has done it
                 return
             logger.info("the model's modules have changed: rebuilding the twin")
-            self.engine.serve(*self._build())
+            fingerprint, served, reason = self._build()
+            self.engine.serve(served, reason)
+            self._fingerprint = fingerprint  # last: until then nobody may take the old twin for fresh
 
 
 _BACKENDS: dict[str, type[GenerationBackend]] = {

@@ -40,9 +40,17 @@ class Engine:
     reason), but counts the calls that ran natively.
     """
 
-    def __init__(self, served: Served | None, config: CBConfig, reason: str | None = None) -> None:
+    def __init__(
+        self,
+        served: Served | None,
+        config: CBConfig,
+        reason: str | None = None,
+        refresh: Callable[[], Callable[[], None] | None] = lambda: None,
+    ) -> None:
+        """`refresh`: a weak reference to what brings `served` up to date with the model."""
         self._served = served
         self._reason = reason
+        self._refresh = refresh
         self._settings = config
         self._closed = False
         self._native_calls: Counter[str] = Counter()
@@ -69,6 +77,7 @@ class Engine:
         Raises InvalidArgumentError, RequestTooLongError, UnsupportedModelError, EngineClosedError or EngineDeadError; if it
         does not raise, the handle resolves exactly once.
         """
+        self._follow_model()
         return self.submit_all([self.make_request(input_ids, **options)])[0]
 
     def generate_batch(self, prompts: Iterable[Sequence[int] | Any], **options: Any) -> list[GenerationResult]:
@@ -76,6 +85,7 @@ class Engine:
 
         The first error is raised, and the requests that have not ended are cancelled.
         """
+        self._follow_model()
         seed = options.pop("seed", None)
         requests = [
             self.make_request(prompt, seed=None if seed is None else seed + i, **options) for i, prompt in enumerate(prompts)
@@ -94,6 +104,11 @@ class Engine:
         request = make_request(input_ids, options, served.defaults(), served.draw_seed)
         self.check(request)
         return request
+
+    def _follow_model(self) -> None:
+        refresh = self._refresh()
+        if refresh is not None:
+            refresh()
 
     def check(self, request: Request) -> None:
         """Refuse what could never be served: the ids, the model's positions, the block pool."""

@@ -85,10 +85,11 @@ class Worker:
             raise UnsupportedCallError("submit: called on the engine's own thread, which would wait for itself")
         with self._changed:
             self._check_open()
-            self._inbox.extend(queues)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hf_cb-engine", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="hf_cb-engine", daemon=True)
+                thread.start()  # may raise: nothing has come in then
+                self._thread = thread
+            self._inbox.extend(queues)
             self._changed.notify_all()
 
     def abort(self, request_id: int) -> None:
@@ -103,6 +104,8 @@ class Worker:
 
     def replace(self, machinery: Machinery) -> None:
         """Go on with other machinery once all that was submitted before has ended; returns when it is in place."""
+        if threading.current_thread() is self._thread:
+            raise UnsupportedCallError("replace: called on the engine's own thread, which would wait for itself")
         done = threading.Event()
         with self._changed:
             self._check_open()
@@ -122,8 +125,13 @@ class Worker:
         with self._changed:
             self._check_open()
             self._pauses += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._parked or self._thread is None or self._closing or self._dead)
+            try:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._parked or self._thread is None or self._closing or self._dead)
+                self._check_open()  # one that was closed meanwhile may go on with steps to its end
+            except BaseException:  # Ctrl-C too: nobody would undo this pause
+                self.resume()
+                raise
 
     def resume(self) -> None:
         """Undo one `pause`."""

@@ -44,6 +44,14 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MULTIPLIERS = {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_LLAMA4 = {
+    **_LOCAL_EXPERTS,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": WINDOW,
+    "intermediate_size_mlp": 64,
+    "no_rope_layers": [1, 0, 1],
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+}
 
 SERVED: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -52,6 +60,19 @@ SERVED: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8, "hidden_size": 64},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.25},
     "cohere2": {**_SLIDING, "layer_types": _MIXED, "logit_scale": 0.25},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 1,
+    },
     "ernie4_5": {},
     "exaone4": {**_SLIDING, "layer_types": _MIXED},
     "gemma": {**_UNTIED, "num_key_value_heads": 1},
@@ -71,14 +92,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "jetmoe": {**_LOCAL_EXPERTS, "kv_channels": 12},
     "llama": {},
     "llama+dynamic_rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-    "llama4_text": {
-        "attention_chunk_size": WINDOW,
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 64,
-        "no_rope_layers": [1, 0, 1],
-        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
-        "floor_scale": 16,
-    },
+    "llama4_text": _LLAMA4,
     "ministral": {**_SLIDING, "layer_types": _MIXED},
     "mistral": _SLIDING,
     "mixtral": _LOCAL_EXPERTS,
@@ -89,6 +103,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "phi": {},
     "phi3": _SLIDING,
+    "phimoe": _LOCAL_EXPERTS,
     "qwen2": {},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": {**_SLIDING, "use_sliding_window": True, "layer_types": _MIXED},
@@ -100,37 +115,26 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 """Architectures that the engine serves, with what their configs need beyond the common values; a variant comes after a plus."""
 
+FAR = 100  # tokens: farther than the engine's probe looks
 PARTLY_SERVED: dict[str, dict[str, Any]] = {
     "phi3+longrope": {
-        "original_max_position_embeddings": 24,
+        "original_max_position_embeddings": FAR,
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 10000.0,
-            "original_max_position_embeddings": 24,
+            "factor": 2.0,
+            "original_max_position_embeddings": FAR,
             "short_factor": [1.0] * 6,
             "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
         },
     },
+    "llama4_text+temperature": {**_LLAMA4, "floor_scale": FAR, "attn_scale": 2.0},
 }
-"""Architectures of which some rows are served: those within the original positions. Longer ones change the frequencies of the
-whole batch that they are in."""
+"""Architectures whose layers behave otherwise from FAR tokens on, and look at the whole batch to tell."""
 
 NATIVE: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
     "bloom": _UNTIED,
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 12,
-        "v_head_dim": 12,
-        "first_k_dense_replace": 1,
-    },
     "diffllama": {},
     "falcon": {**_UNTIED, "alibi": True},
     "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 96},
@@ -146,7 +150,6 @@ NATIVE: dict[str, dict[str, Any]] = {
     "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 24, "n_groups": 2, "chunk_size": 8},
     "minimax": {**_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 8},
     "mpt": {"max_seq_len": 512},
-    "phimoe": _LOCAL_EXPERTS,
     "qwen3_next": {
         **_EXPERTS,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],

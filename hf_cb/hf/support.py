@@ -61,7 +61,7 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
     vocab_size, device = embeddings.weight.shape[0], embeddings.weight.device
     rows = _probe_rows(vocab_size, device)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):  # the engine's thread knows nothing of the caller's
             plain = [_plain_logits(twin, row) for row in rows]
             observer = _observe(twin, forward, rows)
             specs = tuple(observer.specs)

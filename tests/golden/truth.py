@@ -32,9 +32,9 @@ def model(name: str) -> PreTrainedModel:
 
 
 @functools.cache
-def rows(name: str) -> tuple[Row, ...]:
+def rows(name: str, lengths: tuple[tuple[int, int], ...] = LENGTHS) -> tuple[Row, ...]:
     generator = torch.Generator().manual_seed(1)
-    return tuple(_row(name, length, max_new_tokens, generator) for length, max_new_tokens in LENGTHS)
+    return tuple(_row(name, length, max_new_tokens, generator) for length, max_new_tokens in lengths)
 
 
 def _row(name: str, length: int, max_new_tokens: int, generator: torch.Generator) -> Row:

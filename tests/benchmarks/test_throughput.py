@@ -1,0 +1,78 @@
+"""The command, from its arguments to the table and the JSON, on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import throughput
+
+pytestmark = pytest.mark.timeout(60)
+
+VOCAB = 64
+
+
+def tokenizer(text: str, **_: object) -> dict[str, list[int]]:
+    return {"input_ids": [ord(character) % VOCAB for character in text]}
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Runs the command; returns what it wrote as JSON."""
+
+    def load(_model: object, dtype: torch.dtype) -> tuple[LlamaForCausalLM, object]:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.35,
+            pad_token_id=0,
+        )
+        return LlamaForCausalLM(config).to(dtype).eval(), tokenizer
+
+    monkeypatch.setattr(throughput, "load", load)
+    monkeypatch.setattr(throughput.scheduler, "measure", lambda: {"schedule_us": 12.345678})
+
+    def run(*arguments: str) -> dict:
+        file = tmp_path / "result.json"
+        throughput.main(["--scale", "0.05", "--json", str(file), *arguments])
+        return json.loads(file.read_text())
+
+    return run
+
+
+def test_all_peers_are_compared(command, capsys):
+    result = command("--requests", "4", "--repeats", "1", "--dtypes", "float32", "--subset", "locked=2")
+    part = result["dtypes"]["float32"]
+    assert set(part["medians"]) == {"locked", "static", "generate_batch", "hf_cb"}
+    assert part["medians"]["locked"]["measured_requests"] == 2
+    assert part["medians"]["hf_cb"]["ratio_to_locked"] > 0
+    assert part["medians"]["hf_cb"]["outside_model"] > 0
+    assert part["equal_requests"] == {"hf_cb = locked": [2, 2], "hf_cb = static": [4, 4], "hf_cb = generate_batch": [4, 4]}
+    assert part["alone"]["same_tokens"]
+    assert result["machine"]["torch"] == torch.__version__
+    printed = capsys.readouterr().out
+    assert "locked*" in printed
+    assert "same tokens, hf_cb = static: 4 of 4 requests" in printed
+    assert "scheduler alone: schedule_us 12.35" in printed
+
+
+def test_a_profile_says_where_the_time_goes(command, capsys):
+    part = command("--requests", "2", "--dtypes", "float32", "--profile")["dtypes"]["float32"]["profile"]
+    assert part["groups"]["linear layers"] > 0
+    assert sum(part["groups"].values()) == pytest.approx(part["wall_seconds"], rel=0.01)
+    assert "outside the model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("--peers", "vllm"), ("--dtypes", "int8"), ("--subset", "nobody=3")])
+def test_an_unknown_name_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        throughput.main(arguments)
+    assert "there are" in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""Rows with their true tokens, a gate before the engine's steps, and threads whose errors are seen."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import models
+import torch
+from transformers import PreTrainedModel
+
+from hf_cb import Engine, GenerationHandle
+from hf_cb.core.output import SchedulerOutput, StepResult
+
+T = TypeVar("T")
+
+SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 512}
+LONG = 400  # output tokens: for requests that must not end by themselves while a test looks on
+_MARGIN = 1e-3  # of the logits' standard deviation: a near tie would test the rounding of a sum
+
+
+@dataclass(frozen=True)
+class Row:
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]  # what plain generate gives
+
+    def begins_with(self, tokens: Sequence[int]) -> bool:
+        """Whether these are the first true tokens, as far as we know them."""
+        return tuple(tokens)[: len(self.tokens)] == self.tokens[: len(tokens)]
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """[1, n] int64."""
+        return torch.tensor([self.prompt])
+
+
+def plain(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> tuple[int, ...]:
+    """The output tokens of the model's own generate, whatever is installed on it."""
+    out = type(model).generate(model, torch.tensor([prompt]), max_new_tokens=max_new_tokens, **options)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def ask(model: PreTrainedModel, row: Row, **options: Any) -> tuple[int, ...]:
+    """The output tokens of `model.generate`, with as many asked for as `row` has."""
+    out = model.generate(row.ids, max_new_tokens=len(row.tokens), **options)
+    assert out[0, : len(row.prompt)].tolist() == list(row.prompt)
+    return tuple(out[0, len(row.prompt) :].tolist())
+
+
+@functools.cache
+def rows(name: str = "llama", count: int = 16) -> tuple[Row, ...]:
+    """Random rows of many lengths for `models.tiny(name)`."""
+    model = models.tiny(name)
+    generator = torch.Generator().manual_seed(2)
+    return tuple(_row(model, 1 + 5 * i % 37, 6 + 7 * i % 19, generator) for i in range(count))
+
+
+@functools.cache
+def long_row() -> Row:
+    """A row of the tiny Llama with a long prompt and many true tokens, though fewer than LONG."""
+    return _row(models.tiny("llama"), 40, 70, torch.Generator().manual_seed(3))
+
+
+def submit(engine: Engine, row: Row, **options: Any) -> GenerationHandle:
+    """Ask for as many tokens as `row` has."""
+    return engine.submit(row.prompt, **{"max_new_tokens": len(row.tokens), **options})
+
+
+def submit_long(engine: Engine, **options: Any) -> GenerationHandle:
+    """Ask for LONG tokens, of which those of `long_row` come first."""
+    return submit(engine, long_row(), max_new_tokens=LONG, **options)
+
+
+def _row(model: PreTrainedModel, length: int, max_new_tokens: int, generator: torch.Generator) -> Row:
+    while True:
+        prompt = torch.randint(3, models.VOCAB, (1, length), generator=generator)
+        out = model.generate(prompt, max_new_tokens=max_new_tokens, output_logits=True, return_dict_in_generate=True)
+        logits = torch.cat(out.logits)
+        best = logits.topk(2).values
+        if ((best[:, 0] - best[:, 1]) / logits.std(-1)).min() > _MARGIN:
+            return Row(tuple(prompt[0].tolist()), tuple(out.sequences[0, length:].tolist()))
+
+
+class Gate:
+    """Stands before every step of an engine and lets none through until told, so that a test acts at a known moment.
+
+    As a context manager it stays open afterwards.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        runner = engine._worker.machinery.runner
+        self._execute = runner.execute
+        self._changed = threading.Condition()
+        self._allowed: float = 0
+        self._standing: SchedulerOutput | None = None
+        runner.execute = self._pass
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.let(math.inf)
+
+    def let(self, steps: float) -> None:
+        """Let this many more steps through."""
+        with self._changed:
+            self._allowed = steps
+            self._changed.notify_all()
+
+    def arrival(self) -> SchedulerOutput:
+        """Wait until a step stands at the shut gate, and return it."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._standing is not None and self._allowed == 0, timeout=10)
+            assert self._standing is not None
+            return self._standing
+
+    def _pass(self, output: SchedulerOutput) -> StepResult:
+        with self._changed:
+            self._standing = output
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._allowed > 0)
+            self._allowed -= 1
+            self._standing = None
+        return self._execute(output)
+
+
+def together(calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
+    """Run every call in a thread of its own, starting at once; what each returned or raised."""
+    start = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], T]) -> T | BaseException:
+        start.wait()
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 5) -> None:
+    """Return as soon as `condition` holds; fail if it does not within `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "it did not come about in time"
+        time.sleep(0.001)

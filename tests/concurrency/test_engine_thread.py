@@ -1,0 +1,100 @@
+"""Calls from the engine's own thread would wait for themselves: they are refused, and the engine goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from serving import SMALL, Gate, ask, plain, rows, submit
+from torch import nn
+from transformers import PreTrainedModel
+
+import hf_cb
+from hf_cb import RequestFailedError, UnsupportedCallError
+from hf_cb.core.output import SchedulerOutput, StepResult
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def test_every_call_that_would_wait(llama: PreTrainedModel) -> None:
+    row = rows()[6]
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+        runner = engine._worker.machinery.runner
+        execute, refusals = runner.execute, []
+
+        def call_back(output: SchedulerOutput) -> StepResult:
+            runner.execute = execute
+            for call in (
+                lambda: engine.submit(row.prompt),
+                lambda: engine.generate_batch([row.prompt]),
+                lambda: ask(llama, row),
+                lambda: engine.pause().__enter__(),
+            ):
+                with pytest.raises(UnsupportedCallError) as refusal:
+                    call()
+                refusals.append(str(refusal.value))
+            return execute(output)
+
+        runner.execute = call_back
+        assert ask(llama, row) == row.tokens
+        assert len(refusals) == 4
+        assert all("engine's own thread" in refusal for refusal in refusals)
+        assert ask(llama, row) == row.tokens
+
+
+def test_a_module_that_generates(llama: PreTrainedModel) -> None:
+    """A hook, which the twin has too, calls the engine: that step fails, with the reason, and no other."""
+    row = rows()[6]
+    armed = []
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if armed:
+            armed.pop()
+            llama.generate(row.ids, max_new_tokens=2)
+
+    llama.lm_head.register_forward_hook(hook)
+    with hf_cb.continuous_batching(llama, **SMALL):
+        armed.append(True)
+        with pytest.raises(RequestFailedError, match="engine's own thread") as caught:
+            ask(llama, row)
+        assert isinstance(caught.value.__cause__, UnsupportedCallError)
+        assert ask(llama, row) == row.tokens
+
+
+def test_a_rebuilding(llama: PreTrainedModel) -> None:
+    row = rows()[6]
+    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
+        handle = submit(engine, row)
+        gate.arrival()
+        llama.lm_head = nn.Linear(llama.lm_head.in_features, llama.lm_head.out_features, bias=False)
+        execute = gate._execute
+
+        def call_back(output: SchedulerOutput) -> StepResult:
+            gate._execute = execute
+            with pytest.raises(UnsupportedCallError, match="engine's own thread"):
+                ask(llama, row)
+            return execute(output)
+
+        gate._execute = call_back
+        gate.let(float("inf"))
+        assert handle.result().tokens == row.tokens
+        assert ask(llama, row) == plain(llama, row.prompt, len(row.tokens))
+
+
+def test_shutdown(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
+        handle = submit(engine, rows()[6])
+        gate.arrival()
+        execute = gate._execute
+
+        def call_back(output: SchedulerOutput) -> StepResult:
+            gate._execute = execute
+            engine.shutdown()
+            return execute(output)
+
+        gate._execute = call_back
+        gate.let(float("inf"))
+        assert handle.result().tokens == rows()[6].tokens
+        with pytest.raises(hf_cb.EngineClosedError):
+            submit(engine, rows()[6])

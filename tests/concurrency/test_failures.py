@@ -1,0 +1,199 @@
+"""What fails takes down no more than it must, and whoever waits learns of it at once, with the cause."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from serving import LONG, SMALL, Gate, ask, long_row, rows, submit, submit_long, together, wait_until
+from transformers import PreTrainedModel
+
+import hf_cb
+from hf_cb import EngineDeadError, FinishReason, RequestFailedError
+from hf_cb.core.output import SchedulerOutput, StepResult
+
+pytestmark = pytest.mark.timeout(20)
+
+SOON = 1.0  # seconds
+
+
+class Boom(Exception):
+    pass
+
+
+def raise_once(owner: object, name: str, error: BaseException) -> None:
+    """Replace the method by one that raises at its first call and puts the original back."""
+    original = getattr(owner, name)
+
+    def fail(*args: Any) -> Any:
+        setattr(owner, name, original)
+        raise error
+
+    setattr(owner, name, fail)
+
+
+@pytest.mark.parametrize("method", ["execute", "forward", "_forward"])
+@pytest.mark.parametrize("error", [Boom("it broke"), torch.OutOfMemoryError("no memory"), AssertionError("odd")], ids=repr)
+def test_a_step_that_fails(llama: PreTrainedModel, method: str, error: Exception) -> None:
+    with hf_cb.continuous_batching(llama, max_batch_size=2, **SMALL) as engine:
+        with Gate(engine) as gate:
+            in_the_step = [submit(engine, rows()[6]), submit(engine, rows()[7])]
+            gate.arrival()
+            waiting = [submit(engine, rows()[8]), submit(engine, rows()[9])]
+            gate.let(3)
+            gate.arrival()
+            if method == "execute":
+                raise_once(gate, "_execute", error)
+            else:
+                raise_once(engine._worker.machinery.runner, method, error)
+        for handle, row in zip(in_the_step, rows()[6:8], strict=True):
+            with pytest.raises(RequestFailedError, match=type(error).__name__) as caught:
+                handle.result()
+            assert caught.value.__cause__ is error
+            assert handle.tokens == row.tokens[: len(handle.tokens)] != ()
+        assert [handle.result().tokens for handle in waiting] == [row.tokens for row in rows()[8:10]]
+        assert ask(llama, rows()[6]) == rows()[6].tokens
+        assert engine.stats().finished == {FinishReason.FAILED: 2, FinishReason.LENGTH: 3}
+        assert engine.stats().blocks_used == 0
+
+
+def test_every_waiter_has_its_own_exception(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
+        handle = submit_long(engine)
+        gate.arrival()
+        raise_once(gate, "_execute", Boom())
+
+        def let() -> None:
+            wait_until(lambda: handle._queue._streaming == 2)
+            gate.let(1)
+
+        *ends, _ = together([handle.result, handle.result, lambda: list(handle), lambda: list(handle), let])
+        assert [type(end) for end in ends] == [RequestFailedError] * 4
+        assert len({id(end) for end in ends}) == 4
+
+
+def test_generate_gets_the_cause(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+        raise_once(engine._worker.machinery.runner, "execute", Boom("it broke"))
+        with pytest.raises(RequestFailedError, match="it broke") as caught:
+            ask(llama, rows()[0])
+        assert isinstance(caught.value.__cause__, Boom)
+        assert ask(llama, rows()[0]) == rows()[0].tokens
+
+
+def test_the_rest_of_a_batch_does_not_go_on_for_nobody(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, max_batch_size=1, **SMALL) as engine:
+        raise_once(engine._worker.machinery.runner, "execute", Boom())
+        with pytest.raises(RequestFailedError):
+            engine.generate_batch([row.prompt for row in rows()[:3]], max_new_tokens=LONG)
+        wait_until(lambda: sum(engine.stats().finished.values()) == 3)
+        assert engine.stats().finished == {FinishReason.FAILED: 1, FinishReason.CANCELLED: 2}
+
+
+def test_one_row_without_a_probable_token(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
+        runner = engine._worker.machinery.runner
+        sampled = engine.submit(rows()[4].prompt, max_new_tokens=9, do_sample=True, seed=1)
+        gate.arrival()
+        greedy = submit(engine, rows()[5])
+        gate.let(2)
+        output = gate.arrival()
+        forward = runner.forward
+
+        def poisoned(batch: Any) -> torch.Tensor:
+            logits = forward(batch)
+            logits[batch.sampling_ids.index(sampled.request_id)] = float("nan")
+            return logits
+
+        assert len(output.rows) == 2
+        runner.forward = poisoned
+        gate.let(1)
+        gate.arrival()
+        runner.forward = forward
+        gate.let(float("inf"))
+        with pytest.raises(RequestFailedError):
+            sampled.result()
+        assert greedy.result().tokens == rows()[5].tokens
+        assert engine.stats().finished == {FinishReason.FAILED: 1, FinishReason.LENGTH: 1}
+
+
+def _nothing(output: SchedulerOutput) -> StepResult:
+    return StepResult({})
+
+
+def _lost(output: SchedulerOutput) -> StepResult:
+    raise torch.AcceleratorError("device lost")
+
+
+def _exit(output: SchedulerOutput) -> StepResult:
+    raise SystemExit("odd")
+
+
+@pytest.mark.parametrize(
+    ("execute", "cause"), [(_nothing, EngineDeadError), (_lost, torch.AcceleratorError), (_exit, SystemExit)]
+)
+def test_an_engine_that_dies(
+    llama: PreTrainedModel, execute: Callable[[SchedulerOutput], StepResult], cause: type[BaseException]
+) -> None:
+    engine = hf_cb.install(llama, max_batch_size=1, **SMALL)
+    with Gate(engine) as gate:
+        running, waiting = submit_long(engine), submit_long(engine)
+        gate.let(2)
+        gate.arrival()
+        unseen = submit_long(engine)  # still in the inbox
+
+        async def wait() -> None:
+            await running
+
+        def die() -> float:
+            wait_until(lambda: running._queue._streaming == 1 and running._queue._tasks)
+            gate._execute = execute
+            gate.let(1)
+            return time.monotonic()
+
+        def generate() -> object:
+            return ask(llama, rows()[0])
+
+        waits = [running.result, waiting.result, unseen.result, lambda: list(running), lambda: asyncio.run(wait()), generate]
+        *ends, died = together([*waits, die])
+        assert isinstance(died, float)
+        assert time.monotonic() - died < SOON
+    for end in ends:
+        assert isinstance(end, EngineDeadError)
+        assert isinstance(end.__cause__, cause)
+    assert running.tokens == long_row().tokens[:2]
+
+    for call in (lambda: submit_long(engine), generate, lambda: engine.pause().__enter__()):
+        with pytest.raises(EngineDeadError) as caught:
+            call()
+        assert isinstance(caught.value.__cause__, cause)
+    assert ask_in_thread_after_reinstall(llama) == rows()[0].tokens
+
+
+def ask_in_thread_after_reinstall(model: PreTrainedModel) -> object:
+    hf_cb.uninstall(model)
+    with hf_cb.continuous_batching(model, **SMALL):
+        return together([lambda: ask(model, rows()[0])])[0]
+
+
+def test_an_engine_that_dies_while_others_pause_it(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
+        handle = submit_long(engine)
+        gate.arrival()
+        gate._execute = _nothing
+
+        def pause() -> None:
+            with engine.pause():
+                pass
+
+        def let() -> None:
+            wait_until(lambda: engine._worker._pauses == 2)
+            gate.let(1)
+
+        *ends, _ = together([pause, pause, let])
+        assert [type(end) for end in ends] == [EngineDeadError] * 2
+        assert handle.done

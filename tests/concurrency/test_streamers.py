@@ -1,0 +1,111 @@
+"""Streamers run on their caller's thread: what one does wrong, or slowly, is its own affair."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from serving import SMALL, Row, ask, rows, together
+from transformers import PreTrainedModel, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+import hf_cb
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given, and which thread gave it; calls `at_third` at the third token."""
+
+    def __init__(self, at_third: Callable[[], None] = lambda: None) -> None:
+        self.puts: list[list[int]] = []
+        self.threads: set[threading.Thread] = set()
+        self.ended = 0
+        self._at_third = at_third
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(value.flatten().tolist())
+        self.threads.add(threading.current_thread())
+        if len(self.puts) == 4:  # the first is the prompt
+            self._at_third()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Tokenizer:
+    """A word for each token."""
+
+    def decode(self, tokens: list[int], **options: object) -> str:
+        return "".join(f"<{int(token)}> " for token in tokens)
+
+
+class Boom(Exception):
+    pass
+
+
+def assert_whole(recorder: Recorder, row: Row) -> None:
+    assert recorder.puts == [list(row.prompt), *([token] for token in row.tokens)]
+    assert recorder.ended == 1
+
+
+def test_many_at_once(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+        recorders = [Recorder() for _ in rows()]
+        calls = [lambda row=row, r=r: (ask(llama, row, streamer=r), r) for row, r in zip(rows(), recorders, strict=True)]
+        assert together(calls) == [(row.tokens, r) for row, r in zip(rows(), recorders, strict=True)]
+        for recorder, row in zip(recorders, rows(), strict=True):
+            assert_whole(recorder, row)
+        assert len(set.union(*(recorder.threads for recorder in recorders))) == len(rows())  # each on its caller's
+        assert engine.stats().native_calls == {}
+
+
+def test_one_that_raises(llama: PreTrainedModel) -> None:
+    def fail() -> None:
+        raise error
+
+    error, others = Boom("my streamer"), rows()[:8]
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+        recorder = Recorder(fail)
+        failed, *right = together(
+            [lambda: ask(llama, rows()[10], streamer=recorder), *(lambda row=row: ask(llama, row) for row in others)]
+        )
+        assert failed is error
+        assert right == [row.tokens for row in others]
+        assert recorder.puts[1:] == [[token] for token in rows()[10].tokens[:3]]
+        assert engine.stats().finished.get(hf_cb.FinishReason.FAILED) is None
+        assert ask(llama, rows()[10]) == rows()[10].tokens
+
+
+def test_one_that_dawdles(llama: PreTrainedModel) -> None:
+    others_done = threading.Event()
+    recorder = Recorder(at_third=others_done.wait)
+    with hf_cb.continuous_batching(llama, **SMALL):
+
+        def ask_others() -> list[tuple[int, ...]]:
+            results = [ask(llama, row) for row in rows()[:4]]
+            others_done.set()
+            return results
+
+        slow, others = together([lambda: ask(llama, rows()[10], streamer=recorder), ask_others])
+        assert slow == rows()[10].tokens
+        assert others == [row.tokens for row in rows()[:4]]
+        assert_whole(recorder, rows()[10])
+
+
+def test_text_iterators_read_in_other_threads(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+
+        def read(row: Row) -> str:
+            streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True, timeout=10)
+            thread = threading.Thread(target=ask, args=(llama, row), kwargs={"streamer": streamer})
+            thread.start()
+            text = "".join(streamer)
+            thread.join()
+            return text
+
+        texts = together([lambda row=row: read(row) for row in rows()])
+        assert texts == [Tokenizer().decode(list(row.tokens)) for row in rows()]
+        assert engine.stats().native_calls == {}

@@ -1,0 +1,146 @@
+"""What a call is given: positional or named ids, masks, nothing at all; and what comes back: shapes, dtypes, pads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import models
+import pytest
+import seam
+import torch
+
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def duo() -> Iterator[seam.Duo]:
+    with seam.duo() as made:
+        yield made
+
+
+ROWS = seam.prompts(5, 12, 1, 9)
+
+
+def alone(duo: seam.Duo, row: torch.Tensor) -> list[int]:
+    return duo.plain.generate(row[None], max_new_tokens=NEW)[0, len(row) :].tolist()
+
+
+def test_the_ways_to_pass_ids(duo: seam.Duo) -> None:
+    ids = ROWS[0][None]
+    positional = duo.same(ids, max_new_tokens=NEW)
+    for again in (duo.same(inputs=ids, max_new_tokens=NEW), duo.same(input_ids=ids, max_new_tokens=NEW)):
+        assert torch.equal(again, positional)
+
+
+def test_ids_given_twice(duo: seam.Duo) -> None:
+    ids = ROWS[0][None]
+    for model in (duo.plain, duo.served):
+        with pytest.raises(TypeError, match="inputs"):
+            model.generate(ids, inputs=ids, max_new_tokens=NEW)
+        with pytest.raises(ValueError, match="inputs"):
+            model.generate(ids, input_ids=ids, max_new_tokens=NEW)
+        with pytest.raises(TypeError, match="positional"):
+            model.generate(*[None] * 30)
+
+
+def test_no_inputs_start_from_bos(duo: seam.Duo) -> None:
+    assert duo.same(max_new_tokens=NEW)[0, 0] == duo.plain.generation_config.bos_token_id
+
+
+def test_without_inputs_or_bos_transformers_refuses(duo: seam.Duo) -> None:
+    messages = []
+    for model in (duo.plain, duo.served):
+        with pytest.raises(ValueError, match="bos_token_id") as caught:
+            model.generate(max_new_tokens=NEW, bos_token_id=None, generation_config=_without_bos(model))
+        messages.append((caught.type, str(caught.value)))
+    assert messages[0] == messages[1]
+
+
+def _without_bos(model: torch.nn.Module) -> object:
+    model.generation_config.bos_token_id = None
+    return None
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_dtype_of_the_ids(duo: seam.Duo, dtype: torch.dtype) -> None:
+    duo.same(ROWS[0][None].to(dtype), max_new_tokens=NEW)
+
+
+def test_left_padded_batch(duo: seam.Duo) -> None:
+    batch = seam.left_padded(ROWS)
+    got = duo.same(**batch, max_new_tokens=NEW)
+    assert [row[12:].tolist() for row in got] == [alone(duo, row) for row in ROWS]
+    assert torch.equal(duo.same(**batch, max_new_tokens=NEW, use_cache=False), got)
+
+
+def test_left_padded_batch_with_a_bool_mask(duo: seam.Duo) -> None:
+    batch = seam.left_padded(ROWS)
+    duo.same(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].bool(), max_new_tokens=NEW)
+
+
+def test_masked_ids_do_not_matter(duo: seam.Duo) -> None:
+    batch = seam.left_padded(ROWS)
+    other = torch.where(batch["attention_mask"] == 1, batch["input_ids"], 77)
+    assert torch.equal(
+        duo.same(other, attention_mask=batch["attention_mask"], max_new_tokens=NEW)[:, 12:],
+        duo.same(**batch, max_new_tokens=NEW)[:, 12:],
+    )
+
+
+def test_batch_without_a_mask(duo: seam.Duo) -> None:
+    same_length = torch.stack(seam.prompts(8, 8, 8))
+    duo.same(same_length, max_new_tokens=NEW)
+    # transformers infers a mask from pad ids, unless the pad id also ends sequences.
+    padded = seam.left_padded(ROWS)["input_ids"]
+    inferred = duo.same(padded, max_new_tokens=NEW)
+    assert [row[12:].tolist() for row in inferred] == [alone(duo, row) for row in ROWS]
+    taken_as_tokens = duo.same(padded, max_new_tokens=NEW, eos_token_id=seam.PAD)
+    assert taken_as_tokens[0, 12:].tolist()[: len(alone(duo, ROWS[0]))] != alone(duo, ROWS[0])
+
+
+def _holed(mask: torch.Tensor) -> None:
+    mask[1, 6] = 0
+
+
+def _right_padded(mask: torch.Tensor) -> None:
+    mask[1, -2:] = 0
+
+
+def _empty_row(mask: torch.Tensor) -> None:
+    mask[2] = 0
+
+
+@pytest.mark.parametrize("spoil", [_holed, _right_padded, _empty_row])
+def test_other_masks_run_natively(duo: seam.Duo, spoil: object) -> None:
+    batch = seam.left_padded(ROWS)
+    spoil(batch["attention_mask"])  # type: ignore[operator]
+    duo.same(**batch, max_new_tokens=NEW, native="attention mask")
+
+
+def test_mask_values_other_than_0_and_1_run_natively(duo: seam.Duo) -> None:
+    batch = seam.left_padded(ROWS)
+    batch["attention_mask"][1] *= 2
+    duo.same(**batch, max_new_tokens=NEW, native="attention mask")
+
+
+def test_return_dict(duo: seam.Duo) -> None:
+    batch = seam.left_padded(ROWS)
+    assert torch.equal(
+        duo.same(**batch, max_new_tokens=NEW, return_dict_in_generate=True), duo.same(**batch, max_new_tokens=NEW)
+    )
+
+
+def test_the_callers_tensors_stay_as_they_are(duo: seam.Duo) -> None:
+    batch = seam.left_padded(ROWS)
+    before = {name: tensor.clone() for name, tensor in batch.items()}
+    out = duo.served.generate(**batch, max_new_tokens=NEW)
+    out.fill_(models.VOCAB)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in batch.items())
+
+
+def test_generate_looks_like_the_original(duo: seam.Duo) -> None:
+    import inspect
+
+    assert inspect.signature(duo.served.generate) == inspect.signature(duo.plain.generate)
+    assert duo.served.generate.__doc__ == duo.plain.generate.__doc__
+    assert duo.served.generate.__name__ == "generate"

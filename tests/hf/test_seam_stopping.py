@@ -1,0 +1,149 @@
+"""Where a call stops: end-of-sequence ids and lengths, from wherever they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import models
+import pytest
+import seam
+import torch
+from transformers import GenerationConfig
+
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def duo() -> Iterator[seam.Duo]:
+    with seam.duo() as made:
+        yield made
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return seam.prompts(7)[0][None]
+
+
+@pytest.fixture
+def output(duo: seam.Duo, prompt: torch.Tensor) -> list[int]:
+    """What follows the prompt when nothing stops it."""
+    return duo.same(prompt, max_new_tokens=NEW)[0, prompt.shape[1] :].tolist()
+
+
+def first_seen(output: list[int], index: int) -> int:
+    """A token of the output that comes at `index` or later, and not before."""
+    return next(token for i, token in enumerate(output) if i >= index and token not in output[:i])
+
+
+def test_eos_int(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+    eos = first_seen(output, 3)
+    got = duo.same(prompt, max_new_tokens=NEW, eos_token_id=eos)
+    assert got[0, -1] == eos
+    assert got.shape[1] == prompt.shape[1] + output.index(eos) + 1
+
+
+def test_eos_at_the_first_token(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+    assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=output[0]).shape[1] == prompt.shape[1] + 1
+
+
+def test_eos_list_stops_at_whichever_comes_first(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+    eos = first_seen(output, 3)
+    later = first_seen(output, output.index(eos) + 1)
+    assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=[later, eos])[0, -1] == eos
+
+
+def test_eos_in_the_prompt_does_not_stop(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+    eos = next(token for token in prompt[0].tolist() if token not in output)
+    assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=eos).shape[1] == prompt.shape[1] + NEW
+
+
+@pytest.mark.parametrize("eos", [-1, models.VOCAB + 5])
+@pytest.mark.parametrize("held_back", [{}, {"min_new_tokens": 4}])
+def test_eos_outside_the_vocabulary_never_comes(
+    duo: seam.Duo, prompt: torch.Tensor, eos: int, held_back: dict[str, int]
+) -> None:
+    duo.same(prompt, max_new_tokens=8, eos_token_id=eos, pad_token_id=0, **held_back)
+
+
+def test_eos_of_the_models_generation_config(prompt: torch.Tensor, output: list[int]) -> None:
+    eos = first_seen(output, 3)
+    with seam.duo(eos_token_id=eos) as duo:
+        assert duo.plain.generation_config.eos_token_id == eos
+        assert duo.same(prompt, max_new_tokens=NEW)[0, -1] == eos
+        assert duo.engine.submit(prompt, max_new_tokens=NEW).result().tokens[-1] == eos
+        other = first_seen(output, output.index(eos) + 1)
+        assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=other)[0, -1] == other
+
+
+def test_the_users_change_of_the_models_generation_config_counts(prompt: torch.Tensor, output: list[int]) -> None:
+    eos = first_seen(output, 3)
+    with seam.duo() as duo:
+        for model in (duo.plain, duo.served):
+            model.generation_config.eos_token_id = eos
+            model.generation_config.max_new_tokens = NEW
+        assert duo.same(prompt)[0, -1] == eos
+        assert duo.engine.submit(prompt).result().tokens[-1] == eos
+
+
+def test_min_new_tokens_and_min_length(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+    eos, width = output[1], prompt.shape[1]
+    for limits in ({"min_new_tokens": 6}, {"min_length": width + 6}, {"min_length": 2}, {"min_new_tokens": 5, "min_length": 99}):
+        duo.same(prompt, max_new_tokens=NEW, eos_token_id=eos, **limits)
+    assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=eos, min_new_tokens=6).shape[1] > width + 6
+
+
+@pytest.mark.parametrize(
+    ("limits", "new"),
+    [
+        ({"max_new_tokens": 1}, 1),
+        ({"max_new_tokens": 9}, 9),
+        ({"max_length": 8}, 1),
+        ({"max_length": 15}, 8),
+        ({"max_new_tokens": 5, "max_length": 15}, 5),
+        ({"max_new_tokens": 12, "max_length": 9}, 12),
+    ],
+)
+def test_lengths(duo: seam.Duo, prompt: torch.Tensor, limits: dict[str, int], new: int) -> None:
+    assert duo.same(prompt, **limits).shape[1] == prompt.shape[1] + new
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+def test_no_length_given(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+    assert duo.same(prompt).shape[1] == prompt.shape[1] + 20
+    assert list(duo.engine.submit(prompt).result().tokens) == output[:20]
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+def test_no_length_given_near_the_models_last_position() -> None:
+    prompt = seam.prompts(120)[0][None]
+    with seam.duo(max_position_embeddings=128) as duo:
+        assert duo.same(prompt).shape[1] == 128
+        assert len(duo.engine.submit(prompt).result().tokens) == 8
+
+
+def test_max_length_of_the_models_generation_config(prompt: torch.Tensor, output: list[int]) -> None:
+    with seam.duo() as duo:
+        for model in (duo.plain, duo.served):
+            model.generation_config.max_length = 12
+        assert duo.same(prompt).shape[1] == 12
+        assert list(duo.engine.submit(prompt).result().tokens) == output[:5]
+
+
+def test_generation_config_object(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+    eos = first_seen(output, 3)
+    config = GenerationConfig(max_new_tokens=NEW, eos_token_id=eos)
+    before = config.to_dict()
+    assert duo.same(prompt, config)[0, -1] == eos
+    assert duo.same(prompt, generation_config=config)[0, -1] == eos
+    assert duo.same(prompt, generation_config=config, max_new_tokens=2).shape[1] == prompt.shape[1] + 2
+    assert config.to_dict() == before
+
+
+def test_rows_of_a_batch_end_apart(duo: seam.Duo) -> None:
+    batch = seam.left_padded(seam.prompts(5, 9, 2, 7))
+    ends = list(range(3, models.VOCAB, 9))
+    got = duo.same(**batch, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=seam.PAD)[:, 9:]
+    assert len({int((row == seam.PAD).sum()) for row in got}) > 1
+    # Without a pad id, transformers pads with the first end-of-sequence id.
+    got = duo.same(**batch, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=None)
+    assert (got[:, -1] == ends[0]).any() or (got[:, -1] == seam.PAD).any()

@@ -1,0 +1,120 @@
+"""A streamer gets from the engine, value for value, what it gets from plain generate."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import models
+import pytest
+import seam
+import torch
+from transformers import TextIteratorStreamer, TextStreamer
+
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def duo() -> Iterator[seam.Duo]:
+    with seam.duo() as made:
+        yield made
+
+
+def streamed(duo: seam.Duo, native: str | None = None, **call: Any) -> list[Any]:
+    """The events that a recorder gets from both."""
+    want, got = seam.Recorder(), seam.Recorder()
+    plain = duo.plain.generate(**call, streamer=want)
+    with duo.native_calls() as reasons:
+        served = duo.served.generate(**call, streamer=got)
+    assert [native in reason for reason in reasons] == ([] if native is None else [True])
+    assert torch.equal(served, plain)
+    assert got.events == want.events
+    return got.events
+
+
+def test_one_row(duo: seam.Duo) -> None:
+    prompt = seam.prompts(6)[0][None]
+    events = streamed(duo, input_ids=prompt, max_new_tokens=NEW)
+    assert len(events) == NEW + 2
+    assert events[0][2] == prompt.tolist()
+
+
+def test_one_row_that_ends_early(duo: seam.Duo) -> None:
+    events = streamed(duo, input_ids=seam.prompts(6)[0][None], max_new_tokens=NEW, eos_token_id=list(range(3, 112, 5)))
+    assert len(events) < NEW + 2
+
+
+def test_rows_that_end_at_different_steps(duo: seam.Duo) -> None:
+    batch = seam.left_padded(seam.prompts(5, 9, 2))
+    events = streamed(duo, **batch, max_new_tokens=NEW, eos_token_id=list(range(3, models.VOCAB, 9)), pad_token_id=seam.PAD)
+    ended = [sum(token == seam.PAD for token in values) for _, _, values in events[1:-1]]
+    assert len(set(ended)) > 1
+
+
+def test_sampled_row(duo: seam.Duo) -> None:
+    prompt = seam.prompts(6)[0][None]
+    want, got = seam.Recorder(), seam.Recorder()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        duo.plain.generate(prompt, max_new_tokens=NEW, do_sample=True, streamer=want)
+    duo.served.generate(prompt, max_new_tokens=NEW, do_sample=True, streamer=got, seed=3)
+    assert got.events == want.events
+
+
+@pytest.mark.parametrize(
+    ("native", "option"),
+    [("RepetitionPenalty", {"repetition_penalty": 1.3}), ("argument position_ids", {"position_ids": torch.arange(6)[None]})],
+)
+def test_a_native_call_puts_the_prompt_once(duo: seam.Duo, native: str, option: dict[str, Any]) -> None:
+    prompt = seam.prompts(6)[0][None]
+    events = streamed(duo, native, input_ids=prompt, max_new_tokens=4, **option)
+    assert [event for event in events if event != "end" and event[2] == prompt.tolist()] == events[:1]
+
+
+def test_text_streamer(duo: seam.Duo, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, texts = seam.word_tokenizer(), []
+    for model in (duo.plain, duo.served):
+        out = model.generate(seam.prompts(4)[0][None], max_new_tokens=NEW, streamer=TextStreamer(tokenizer))
+        texts.append(capsys.readouterr().out)
+        assert texts[-1].split() == tokenizer.decode(out[0]).split()
+    assert texts[0] == texts[1]
+
+
+def test_text_iterator_streamer(duo: seam.Duo) -> None:
+    tokenizer, pieces = seam.word_tokenizer(), []
+    for model in (duo.plain, duo.served):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
+        call = {"inputs": seam.prompts(4)[0][None], "max_new_tokens": NEW, "streamer": streamer}
+        thread = threading.Thread(target=model.generate, kwargs=call)
+        thread.start()
+        pieces.append(list(streamer))
+        thread.join()
+    assert pieces[0] == pieces[1]
+    assert len("".join(pieces[1]).split()) == NEW
+
+
+class Broken(seam.Recorder):
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.events) == 3:
+            raise ArithmeticError("the streamer's own fault")
+
+
+def test_a_streamers_error_is_its_callers(duo: seam.Duo) -> None:
+    neighbour = duo.engine.submit([5, 6, 7], max_new_tokens=60)
+    for model in (duo.plain, duo.served):
+        streamer = Broken()
+        with pytest.raises(ArithmeticError, match="the streamer's own fault"):
+            model.generate(seam.prompts(4)[0][None], max_new_tokens=200, streamer=streamer)
+        assert len(streamer.events) == 3
+    assert len(neighbour.result(timeout=20).tokens) == 60
+
+
+def test_transformers_own_refusals_of_streamers(duo: seam.Duo) -> None:
+    two = torch.stack(seam.prompts(4, 4))
+    for model in (duo.plain, duo.served):
+        with pytest.raises(ValueError, match="beam search"):
+            model.generate(two, num_beams=2, max_new_tokens=4, streamer=seam.Recorder())
+        with pytest.raises(ValueError, match="batch size 1"):
+            model.generate(two, max_new_tokens=4, streamer=TextStreamer(seam.word_tokenizer()))
