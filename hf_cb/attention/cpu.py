@@ -89,12 +89,12 @@ class TorchCPUBackend:
 
     def plan(self, step: AttentionStep, spec: LayerSpec) -> _Plan:
         """Group the rows and find the slots of the keys that each group sees."""
-        table = step.block_table.numpy().astype(np.int64)
+        slots = _all_slots(step)
         starts = [0, *accumulate(step.query_lens)]
         decode = [row for row, query_len in enumerate(step.query_lens) if query_len == 1]
-        order, groups = _group_decode(decode, table, step, spec)
+        order, groups = _group_decode(decode, slots, step, spec)
         prefill = tuple(
-            _plan_prefill(row, starts[row], table, step, spec) for row, query_len in enumerate(step.query_lens) if query_len > 1
+            _plan_prefill(row, starts[row], slots, step, spec) for row, query_len in enumerate(step.query_lens) if query_len > 1
         )
         indices = [group.index for group in groups] + [row.index for row in prefill if row.index is not None]
         largest = max(map(len, indices), default=0)
@@ -194,7 +194,7 @@ def _gather(kv: LayerKV, index: torch.Tensor, length: int, plan: _Plan) -> tuple
 
 
 def _group_decode(
-    rows: list[int], table: _Ints, step: AttentionStep, spec: LayerSpec
+    rows: list[int], slots: _Ints, step: AttentionStep, spec: LayerSpec
 ) -> tuple[list[int], tuple[_DecodeGroup, ...]]:
     """The decode rows in the order of their groups, and the groups."""
     last = {row: step.key_lens[row] - 1 for row in rows}
@@ -207,7 +207,7 @@ def _group_decode(
         ends = np.array([last[row] for row in members])[:, None]
         positions = np.array([first[row] for row in members])[:, None] + np.arange(length)
         # Padding repeats the row's last slot: what is gathered is always the row's own, so no NaN of a free slot gets in.
-        index = _head_index(table[members], np.minimum(positions, ends), step, spec)
+        index = _head_index(slots[np.array(members)[:, None], np.minimum(positions, ends)], spec)
         beyond = torch.from_numpy(positions > ends)[:, None, None]
         mask = _Mask(0, torch.zeros(beyond.shape, dtype=spec.dtype).masked_fill_(beyond, -torch.inf))
         groups.append(_DecodeGroup(len(order), len(order) + len(members), index, length, (mask,) if bool(beyond.any()) else ()))
@@ -239,14 +239,14 @@ def _padded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def _plan_prefill(row: int, start: int, table: _Ints, step: AttentionStep, spec: LayerSpec) -> _PrefillRow:
+def _plan_prefill(row: int, start: int, slots: _Ints, step: AttentionStep, spec: LayerSpec) -> _PrefillRow:
     """Cut a row's queries into tiles; `start` is the packed index of the first."""
     end = step.key_lens[row]
     position = end - step.query_lens[row]
     base = _first_visible(position, spec)
     index = None
     if base < position:
-        index = _head_index(table[row : row + 1], np.arange(base, end)[None], step, spec)
+        index = _head_index(slots[row : row + 1, base:end], spec)
     tiles = tuple(
         _Tile(
             start=start + tile_position - position,
@@ -295,8 +295,13 @@ def _first_visible(position: int, spec: LayerSpec) -> int:
     return first
 
 
-def _head_index(table: _Ints, positions: _Ints, step: AttentionStep, spec: LayerSpec) -> torch.Tensor:
-    """Block table [rows, blocks], positions [rows, L] -> [rows * Hkv * L] int64, into a cache flattened to [slots * Hkv, D]."""
-    slots = np.take_along_axis(table, positions // step.block_size, axis=1) * step.block_size + positions % step.block_size
+def _all_slots(step: AttentionStep) -> _Ints:
+    """[N, max_blocks * block_size]: the slot of every position of every row."""
+    table = step.block_table.numpy().astype(np.int64)
+    return (table[:, :, None] * step.block_size + np.arange(step.block_size)).reshape(len(table), -1)
+
+
+def _head_index(slots: _Ints, spec: LayerSpec) -> torch.Tensor:
+    """Slots [rows, L] -> [rows * Hkv * L] int64: where their heads lie in a cache flattened to [slots * Hkv, D]."""
     heads = np.arange(spec.num_kv_heads)[:, None]
     return torch.from_numpy((slots[:, None] * spec.num_kv_heads + heads).ravel())

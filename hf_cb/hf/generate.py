@@ -7,6 +7,7 @@ no merging rule is written twice here, and a call that goes native is the origin
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -149,8 +151,8 @@ def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
         raise GoNativeError("a quantized cache changes the result")
     if call.input_ids.shape[-1] == 0:
         raise InvalidArgumentError("input_ids: takes at least one token per row; got an empty prompt")
-    params = _sampling(call.processors, bool(config.do_sample))
     max_new_tokens, eos = _stopping(call)
+    params = _sampling(call, eos)
     served = engine.served()
     if params.do_sample and seed is None:
         seed = served.draw_seed()
@@ -167,27 +169,38 @@ def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
     return requests
 
 
-def _sampling(processors: LogitsProcessorList, do_sample: bool) -> SamplingParams:
+def _sampling(call: _Call, eos: frozenset[int]) -> SamplingParams:
     """The processors that transformers made, as our parameters; GoNativeError for one that we have no form of."""
-    found: dict[str, Any] = {"do_sample": do_sample}
-    order = ["min_new_tokens", "temperature", "top_k", "top_p"]
-    for processor in processors:
-        kind = type(processor)
-        if kind is MinNewTokensLengthLogitsProcessor:
-            name, value = "min_new_tokens", processor.min_new_tokens
-        elif kind is TemperatureLogitsWarper:
-            name, value = "temperature", processor.temperature
-        elif kind is TopKLogitsWarper:
-            name, value = "top_k", processor.top_k
-        elif kind is TopPLogitsWarper and processor.min_tokens_to_keep == 1:
-            name, value = "top_p", processor.top_p
-        else:
-            raise GoNativeError(f"logits processor {kind.__name__}")
-        if name not in order or getattr(processor, "filter_value", -float("inf")) != -float("inf"):
-            raise GoNativeError(f"logits processor {kind.__name__} out of the usual order or with a filter value")
-        order = order[order.index(name) + 1 :]
-        found[name] = value
+    found: dict[str, Any] = {"do_sample": bool(call.config.do_sample), "min_new_tokens": 0}
+    usual_order = iter(("min_new_tokens", "temperature", "top_k", "top_p"))
+    latest = next(usual_order)
+    for processor in call.processors:
+        name, value = _parameter(processor, call.input_ids.shape[1], eos)
+        while latest != name:
+            latest = next(usual_order, "")
+            if not latest:
+                raise GoNativeError(f"logits processor {type(processor).__name__} out of the usual order")
+        if name in found and name != "min_new_tokens":
+            raise GoNativeError(f"two logits processors {type(processor).__name__}")
+        found[name] = max(found["min_new_tokens"], value) if name == "min_new_tokens" else value
     return SamplingParams(**found)
+
+
+def _parameter(processor: Any, prompt_length: int, eos: frozenset[int]) -> tuple[str, Any]:
+    kind = type(processor)
+    if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+        if frozenset(processor.eos_token_id.flatten().tolist()) == eos:
+            # min_length counts the prompt, its padding included; min_new_tokens does not.
+            is_total = kind is MinLengthLogitsProcessor
+            return "min_new_tokens", processor.min_length - prompt_length if is_total else processor.min_new_tokens
+    elif getattr(processor, "filter_value", -math.inf) == -math.inf:
+        if kind is TemperatureLogitsWarper:
+            return "temperature", processor.temperature
+        if kind is TopKLogitsWarper:
+            return "top_k", processor.top_k
+        if kind is TopPLogitsWarper and processor.min_tokens_to_keep == 1:
+            return "top_p", processor.top_p
+    raise GoNativeError(f"logits processor {kind.__name__}")
 
 
 def _stopping(call: _Call) -> tuple[int, frozenset[int]]:

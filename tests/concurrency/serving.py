@@ -20,8 +20,8 @@ from hf_cb.core.output import SchedulerOutput, StepResult
 
 T = TypeVar("T")
 
-SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 512}
-LONG = 400  # output tokens: for requests that must not end by themselves while a test looks on
+SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 4096}
+LONG = 4000  # output tokens: for requests that must not end by themselves while a test looks on
 _MARGIN = 1e-3  # of the logits' standard deviation: a near tie would test the rounding of a sum
 
 
@@ -38,6 +38,11 @@ class Row:
     def ids(self) -> torch.Tensor:
         """[1, n] int64."""
         return torch.tensor([self.prompt])
+
+
+def tiny_llama() -> PreTrainedModel:
+    """The tiny Llama with positions for LONG tokens; the same weights as ever."""
+    return models.tiny("llama", max_position_embeddings=2 * LONG)
 
 
 def plain(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> tuple[int, ...]:

@@ -9,9 +9,8 @@ import time
 import weakref
 from collections.abc import Callable
 
-import models
 import pytest
-from serving import SMALL, Gate, ask, long_row, rows, submit, submit_long, together, wait_until
+from serving import SMALL, Gate, ask, long_row, rows, submit, submit_long, tiny_llama, together, wait_until
 from transformers import PreTrainedModel
 
 import hf_cb
@@ -145,7 +144,7 @@ def test_no_request_at_all(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("handle_is_kept", [True, False])
 def test_a_model_that_is_dropped_takes_its_engine_along(handle_is_kept: bool) -> None:
-    model = models.tiny("llama")
+    model = tiny_llama()
     engine = hf_cb.install(model, **SMALL)
     row = long_row()
     handle = submit(engine, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import models
 import pytest
 from serving import Gate, ask, plain, rows, submit, together
 from transformers import PreTrainedModel
@@ -49,7 +50,8 @@ def test_one_token_too_many(llama: PreTrainedModel) -> None:
         assert engine.stats().finished == {FinishReason.LENGTH: 2}
 
 
-def test_beyond_the_models_positions(llama: PreTrainedModel) -> None:
+def test_beyond_the_models_positions() -> None:
+    llama = models.tiny("llama")
     with hf_cb.continuous_batching(llama) as engine:
         positions = llama.config.max_position_embeddings
         with pytest.raises(RequestTooLongError, match=rf"\b{positions}\b"):
