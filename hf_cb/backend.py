@@ -31,6 +31,7 @@ from hf_cb.hf.generate import GoNativeError, call_arguments, generate, why_nativ
 from hf_cb.hf.support import UnservableError
 from hf_cb.hf.twin import Fingerprint
 from hf_cb.options import check_seed
+from hf_cb.runtime.threads import release_pool
 
 logger = logging.getLogger("hf_cb")
 
@@ -157,7 +158,10 @@ class ContinuousBatchingBackend(GenerationBackend):
             raise UnsupportedCallError(f"the engine cannot serve this call ({reason}) and fallback='error'")
         self.engine.count_native(reason)
         logger.debug("generate runs natively: %s", reason)
-        return self.plain(arguments, seed)
+        try:
+            return self.plain(arguments, seed)
+        finally:
+            release_pool()
 
     def _build(self) -> tuple[Fingerprint, Served | None, str | None]:
         with self._plain_lock:  # a plain call in flight may have switched the model's settings for its duration

@@ -15,6 +15,7 @@ from hf_cb.errors import EngineClosedError, InvalidArgumentError, RequestTooLong
 from hf_cb.handle import GenerationHandle, GenerationResult, OutputQueue
 from hf_cb.options import Defaults, make_request
 from hf_cb.request import Request
+from hf_cb.runtime.threads import release_pool
 from hf_cb.stats import EngineStats, StepRecord
 from hf_cb.worker import Machinery, Worker
 
@@ -129,6 +130,7 @@ class Engine:
         self.served()
         worker = self._worker
         assert worker is not None
+        release_pool()
         queues = [OutputQueue(request) for request in requests]
         worker.submit(queues)
         return [GenerationHandle(queue, worker.abort, worker.forget) for queue in queues]

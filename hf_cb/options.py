@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +18,13 @@ class Defaults:
     """What a request takes from the model's own generation config where the caller says nothing."""
 
     max_new_tokens: int | None = None  # None: max_length decides
-    max_length: int = 20
+    max_length: int | None = None  # of prompt and output together; None: transformers' own default, _DEFAULT_NEW_TOKENS
+    max_positions: int | None = None  # where that default ends early
     eos_token_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
+_DEFAULT_NEW_TOKENS = 20
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_new_tokens")
 OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", "timeout")
 
@@ -36,12 +40,12 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
     prompt = token_ids(input_ids)
     max_new_tokens = options.get("max_new_tokens")
     if max_new_tokens is None:
-        max_new_tokens = defaults.max_new_tokens or max(1, defaults.max_length - len(prompt))
+        max_new_tokens = _default_new_tokens(len(prompt), defaults)
     if not _is_int(max_new_tokens) or max_new_tokens < 1:
         raise InvalidArgumentError(f"max_new_tokens: takes an integer >= 1; got {max_new_tokens!r}")
     timeout = options.get("timeout")
-    if timeout is not None and not (_is_number(timeout) and timeout > 0):
-        raise InvalidArgumentError(f"timeout: takes seconds > 0 or None; got {timeout!r}")
+    if timeout is not None and not (_is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
+        raise InvalidArgumentError(f"timeout: takes seconds > 0, at most {threading.TIMEOUT_MAX:.0f}, or None; got {timeout!r}")
     return Request(
         prompt=prompt,
         max_new_tokens=int(max_new_tokens),
@@ -65,13 +69,28 @@ def token_ids(input_ids: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def _default_new_tokens(num_prompt_tokens: int, defaults: Defaults) -> int:
+    """As transformers decides when a call names no length."""
+    if defaults.max_new_tokens is not None:
+        return defaults.max_new_tokens
+    if defaults.max_length is None:
+        room = _DEFAULT_NEW_TOKENS if defaults.max_positions is None else defaults.max_positions - num_prompt_tokens
+        return max(1, min(_DEFAULT_NEW_TOKENS, room))
+    if num_prompt_tokens >= defaults.max_length:
+        raise InvalidArgumentError(
+            f"max_new_tokens: the generation config's max_length is {defaults.max_length}, and the prompt has "
+            f"{num_prompt_tokens} tokens already"
+        )
+    return defaults.max_length - num_prompt_tokens
+
+
 def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: Callable[[], int]) -> SamplingParams:
     given = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
     params = replace(defaults, **given)
     if not isinstance(params.do_sample, bool):
         raise InvalidArgumentError(f"do_sample: takes True or False; got {params.do_sample!r}")
-    if not (_is_number(params.temperature) and params.temperature > 0):
-        raise InvalidArgumentError(f"temperature: takes a number > 0; got {params.temperature!r}")
+    if not (_is_number(params.temperature) and 0 < params.temperature <= sys.float_info.max):
+        raise InvalidArgumentError(f"temperature: takes a finite number > 0; got {params.temperature!r}")
     if not _is_int(params.top_k) or params.top_k < 0:
         raise InvalidArgumentError(f"top_k: takes an integer >= 0 (0: off); got {params.top_k!r}")
     if not (_is_number(params.top_p) and 0 <= params.top_p <= 1):

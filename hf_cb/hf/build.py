@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from hf_cb.config import CBConfig, ModelFacts
+from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.engine import Served
+from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import set_port
 from hf_cb.hf.generate import defaults_of
 from hf_cb.hf.support import Servable, examine
@@ -29,7 +30,7 @@ def build(model: Any, config: CBConfig) -> Served:
     """Examine the model and put the twin into service. Raises UnservableError with the reason, or InvalidArgumentError."""
     servable = examine(model, config.attention_backend)
     resolved = config.resolve(_facts(servable))
-    cache = KVCache(servable.specs, resolved.num_blocks, resolved.block_size)
+    cache = _allocate(servable, resolved)
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
     runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device)
@@ -43,7 +44,7 @@ def build(model: Any, config: CBConfig) -> Served:
 
     def defaults() -> Defaults:
         current = reference()
-        return Defaults() if current is None else defaults_of(current.generation_config)
+        return Defaults() if current is None else defaults_of(current.generation_config, servable.max_positions)
 
     return Served(
         machinery=Machinery(scheduler, runner, resolved.block_size, resolved.num_blocks),
@@ -55,6 +56,16 @@ def build(model: Any, config: CBConfig) -> Served:
         defaults=defaults,
         draw_seed=draw_seed,
     )
+
+
+def _allocate(servable: Servable, resolved: ResolvedConfig) -> KVCache:
+    try:
+        return KVCache(servable.specs, resolved.num_blocks, resolved.block_size)
+    except RuntimeError as error:  # torch's out-of-memory errors among them
+        raise InvalidArgumentError(
+            f"kv_cache_memory: {resolved.num_blocks} blocks take {resolved.kv_cache_memory} bytes, and {servable.device} has "
+            f"no room for them"
+        ) from error
 
 
 def draw_seed() -> int:

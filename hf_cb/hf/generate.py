@@ -24,11 +24,12 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from hf_cb.engine import Engine
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.handle import GenerationHandle
+from hf_cb.hf.twin import rope_follows_length
 from hf_cb.options import Defaults, check_seed
 from hf_cb.request import Request, SamplingParams
 
@@ -69,6 +70,8 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
     for name in _NEED_THE_TOKENIZER:
         if _effective(model, arguments, name):
             return f"option {name}"
+    if arguments.get("cache_implementation") == "paged":
+        return "option cache_implementation='paged'"  # transformers leaves for its own batching before the preamble
     return None
 
 
@@ -81,7 +84,10 @@ def _effective(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
 
 def call_arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by name, whichever way they were given."""
-    names = [p for p in inspect.signature(original).parameters if p not in ("kwargs", "self")]
+    parameters = inspect.signature(original).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):  # a wrapper that passes everything on
+        names = [name for name in inspect.signature(GenerationMixin.generate).parameters if name not in ("self", "kwargs")]
     if len(args) > len(names):
         raise TypeError(f"generate() takes at most {len(names)} positional arguments; got {len(args)}")
     given = dict(zip(names, args, strict=False))
@@ -118,7 +124,7 @@ def generate(engine: Engine, original: Callable[..., Any], arguments: dict[str, 
         **model_kwargs: Any,
     ) -> Any:
         call = _Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs.get("attention_mask"))
-        requests = _requests(engine, call, seed)
+        requests = _requests(engine, model, call, seed)
         if streamer is not None and recorder is not None:
             streamer.put(recorder.prompt)
         return _run(engine, call, requests, streamer)
@@ -137,7 +143,7 @@ class _Call:
     attention_mask: torch.Tensor | None  # [B, T], None: all ones
 
 
-def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
+def _requests(engine: Engine, model: Any, call: _Call, seed: int | None) -> list[Request]:
     """One request per row, checked against the model and the pool. Raises GoNativeError or InvalidArgumentError."""
     config = call.config
     mode = config.get_generation_mode()
@@ -149,8 +155,8 @@ def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
                 raise GoNativeError(f"option {name}")
     if config.cache_implementation in ("quantized",):
         raise GoNativeError("a quantized cache changes the result")
-    if call.input_ids.shape[-1] == 0:
-        raise InvalidArgumentError("input_ids: takes at least one token per row; got an empty prompt")
+    if call.input_ids.numel() == 0:
+        raise InvalidArgumentError(f"input_ids: takes at least one row of at least one token; got {list(call.input_ids.shape)}")
     max_new_tokens, eos = _stopping(call)
     params = _sampling(call, eos)
     served = engine.served()
@@ -162,11 +168,16 @@ def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
     ]
     for request in requests:
         limit = served.max_positions
-        if limit is not None and len(request.prompt) <= limit < request.max_tokens:
+        if limit is not None and request.max_tokens > limit and (len(request.prompt) <= limit or _stretches(model)):
             # Plain generate may go past the model's positions, or stop before it gets there; only it knows.
             raise GoNativeError(f"prompt and max_new_tokens together exceed the {limit} positions that rows can share")
         engine.check(request)
     return requests
+
+
+def _stretches(model: Any) -> bool:
+    """Whether the model is made for prompts beyond the positions that rows can share."""
+    return any(map(rope_follows_length, model.modules()))
 
 
 def _sampling(call: _Call, eos: frozenset[int]) -> SamplingParams:
@@ -190,9 +201,10 @@ def _parameter(processor: Any, prompt_length: int, eos: frozenset[int]) -> tuple
     kind = type(processor)
     if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
         if frozenset(processor.eos_token_id.flatten().tolist()) == eos:
-            # min_length counts the prompt, its padding included; min_new_tokens does not.
+            # min_length counts the prompt, its padding included.
             is_total = kind is MinLengthLogitsProcessor
-            return "min_new_tokens", processor.min_length - prompt_length if is_total else processor.min_new_tokens
+            least = processor.min_length if is_total else processor.prompt_length_to_skip + processor.min_new_tokens
+            return "min_new_tokens", least - prompt_length
     elif getattr(processor, "filter_value", -math.inf) == -math.inf:
         if kind is TemperatureLogitsWarper:
             return "temperature", processor.temperature
@@ -204,17 +216,17 @@ def _parameter(processor: Any, prompt_length: int, eos: frozenset[int]) -> tuple
 
 
 def _stopping(call: _Call) -> tuple[int, frozenset[int]]:
-    max_new_tokens, eos = None, frozenset[int]()
-    for criterion in call.criteria:
+    lengths, eos = [], set[int]()
+    for criterion in call.criteria:  # the first that is met counts
         if type(criterion) is MaxLengthCriteria:
-            max_new_tokens = criterion.max_length - call.input_ids.shape[1]
+            lengths.append(criterion.max_length - call.input_ids.shape[1])
         elif type(criterion) is EosTokenCriteria:
-            eos = frozenset(criterion.eos_token_id.flatten().tolist())
+            eos.update(criterion.eos_token_id.flatten().tolist())
         else:
             raise GoNativeError(f"stopping criterion {type(criterion).__name__}")
-    if max_new_tokens is None:
+    if not lengths:
         raise GoNativeError("no limit on the length")
-    return max_new_tokens, eos
+    return max(1, min(lengths)), frozenset(eos)  # plain generate looks at the criteria after a token, not before
 
 
 def _prompts(call: _Call) -> list[tuple[int, ...]]:
@@ -226,6 +238,8 @@ def _prompts(call: _Call) -> list[tuple[int, ...]]:
     if mask.shape != call.input_ids.shape:
         raise GoNativeError("an attention mask of another shape than the ids")
     kept = mask != 0
+    if not torch.equal(kept.to(mask.dtype), mask):
+        raise GoNativeError("an attention mask with values other than 0 and 1")
     if not bool((kept[:, -1] & (kept.int().diff(dim=1) >= 0).all(dim=1)).all()):
         raise GoNativeError("an attention mask with a hole or with padding on the right")
     return [tuple(row[len(row) - n :]) for row, n in zip(ids, kept.sum(dim=1).tolist(), strict=True)]
@@ -243,7 +257,7 @@ def _run(engine: Engine, call: _Call, requests: list[Request], streamer: BaseStr
         for handle in handles:
             handle.cancel()
         raise
-    new = torch.full((len(rows), max(map(len, rows))), pad_token, dtype=call.input_ids.dtype)
+    new = torch.full((len(rows), max(map(len, rows))), pad_token)
     for i, row in enumerate(rows):
         new[i, : len(row)] = torch.tensor(row)
     sequences: Any = torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
@@ -261,7 +275,7 @@ def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStrea
     streamer.end()
 
 
-def defaults_of(config: GenerationConfig) -> Defaults:
+def defaults_of(config: GenerationConfig, max_positions: int | None) -> Defaults:
     """What `Engine.submit` takes from a model's generation config."""
     eos = config.eos_token_id
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -277,4 +291,4 @@ def defaults_of(config: GenerationConfig) -> Defaults:
         top_p=float(value("top_p", 1.0)),
         min_new_tokens=int(value("min_new_tokens", 0)),
     )
-    return Defaults(config.max_new_tokens, value("max_length", 20), frozenset(ids), sampling)
+    return Defaults(config.max_new_tokens, config.max_length, max_positions, frozenset(ids), sampling)

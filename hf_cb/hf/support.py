@@ -15,6 +15,7 @@ from torch import nn
 from hf_cb.attention.backend import AttentionBackend, choose_attention_backend
 from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
 from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
 from hf_cb.runtime.input_batch import build_input_batch
@@ -68,6 +69,10 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
             backend, reason = choose_attention_backend(specs, attention_backend)
             _probe(twin, forward, observer, backend, rows, plain)
     except UnservableLayerError as error:
+        raise UnservableError(str(error)) from error
+    except InvalidArgumentError as error:
+        if attention_backend is not None:  # the user's choice, and the user's to correct
+            raise
         raise UnservableError(str(error)) from error
     except UnservableError:
         raise

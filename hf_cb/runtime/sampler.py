@@ -61,8 +61,13 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
 
 
 def _hold_back_eos(scores: torch.Tensor, rows: Sequence[RowState]) -> torch.Tensor:
+    vocab_size = scores.shape[-1]  # ids outside it are never sampled anyway
     held = [
-        (i, token) for i, row in enumerate(rows) if row.num_sampled < row.params.min_new_tokens for token in row.eos_token_ids
+        (i, token)
+        for i, row in enumerate(rows)
+        if row.num_sampled < row.params.min_new_tokens
+        for token in row.eos_token_ids
+        if 0 <= token < vocab_size
     ]
     if not held:
         return scores

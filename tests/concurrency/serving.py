@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -135,19 +134,28 @@ class Gate:
         return self._execute(output)
 
 
-def together(calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """Run every call in a thread of its own, starting at once; what each returned or raised."""
+def together(calls: Sequence[Callable[[], T]], timeout: float = 15) -> list[T | BaseException]:
+    """Run every call in a thread of its own, starting at once; what each returned or raised. Fails if one takes too long."""
     start = threading.Barrier(len(calls))
+    results: list[Any] = [None] * len(calls)
 
-    def run(call: Callable[[], T]) -> T | BaseException:
+    def run(index: int) -> None:
         start.wait()
         try:
-            return call()
+            results[index] = calls[index]()
         except Exception as error:
-            return error
+            results[index] = error
 
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(run, calls))
+    # Daemons: one that hangs must not keep pytest from ending.
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0, end - time.monotonic()))
+    hanging = [i for i, thread in enumerate(threads) if thread.is_alive()]
+    assert not hanging, f"calls {hanging} have not ended; the others: {results}"
+    return results
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 5) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import models
 import pytest
 import torch
-from serving import SMALL, ask, long_row, plain, rows, submit, submit_long, together, wait_until
+from serving import SMALL, Gate, ask, long_row, plain, rows, submit, submit_long, together, wait_until
 from transformers import PreTrainedModel
 
 import hf_cb
@@ -50,12 +50,28 @@ def test_sixty_four_blocked_callers(llama: PreTrainedModel) -> None:
         with engine.pause():
             calls = [lambda how=i % 4: wait_with(how) for i in range(64)]
             results: list[object] = []
-            runner = threading.Thread(target=lambda: results.extend(together(calls)))
+            runner = threading.Thread(target=lambda: results.extend(together(calls)), daemon=True)
             runner.start()
             wait_until(lambda: engine.stats().waiting == 64)
             assert cpu_share(1.0) < LITTLE_CPU
         runner.join()
         assert results == [row.tokens] * 64
+
+
+def test_who_waits_for_the_end_is_woken_once(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
+        handle = submit(engine, rows()[6])
+        gate.arrival()
+        changed, wakings = handle._queue._changed, []
+        notify_all = changed.notify_all
+        changed.notify_all = lambda: (wakings.append(len(changed._waiters)), notify_all())
+
+        def let() -> None:
+            wait_until(lambda: changed._waiters)
+            gate.let(float("inf"))
+
+        assert together([lambda: handle.result().tokens, let]) == [rows()[6].tokens, None]
+        assert wakings == [1]
 
 
 def test_two_models_at_once(llama: PreTrainedModel) -> None:

@@ -110,12 +110,12 @@ def test_running_and_waiting_end_when_it_does_not_drain(llama: PreTrainedModel) 
         handles = [submit_long(engine) for _ in range(3)]
         gate.let(3)
         gate.arrival()
-        closing = threading.Thread(target=engine.shutdown)  # drains, and would for long
+        closing = threading.Thread(target=engine.shutdown, daemon=True)  # drains, and would for long
         closing.start()
         wait_until(lambda: engine._worker._closing)
         gate.let(1)
         gate.arrival()
-        impatient = threading.Thread(target=engine.shutdown, kwargs={"drain": False})
+        impatient = threading.Thread(target=engine.shutdown, kwargs={"drain": False}, daemon=True)
         impatient.start()
         wait_until(lambda: engine._worker._closing == "now")
         gate.let(1)

@@ -88,8 +88,9 @@ def test_generate_gets_the_cause(llama: PreTrainedModel) -> None:
 def test_the_rest_of_a_batch_does_not_go_on_for_nobody(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, max_batch_size=1, **SMALL) as engine:
         raise_once(engine._worker.machinery.runner, "execute", Boom())
-        with pytest.raises(RequestFailedError):
+        with pytest.raises(RequestFailedError) as kept:
             engine.generate_batch([row.prompt for row in rows()[:3]], max_new_tokens=LONG)
+        assert kept.tb  # which holds the handles: it is not their being dropped that ends the requests
         wait_until(lambda: sum(engine.stats().finished.values()) == 3)
         assert engine.stats().finished == {FinishReason.FAILED: 1, FinishReason.CANCELLED: 2}
 

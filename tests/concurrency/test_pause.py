@@ -45,7 +45,7 @@ def test_it_waits_for_the_step_in_flight(llama: PreTrainedModel) -> None:
                 inside.set()
                 leave.wait()
 
-        thread = threading.Thread(target=pause)
+        thread = threading.Thread(target=pause, daemon=True)
         thread.start()
         wait_until(lambda: engine._worker._pauses)
         assert not inside.wait(0.05)

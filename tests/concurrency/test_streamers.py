@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from serving import SMALL, Row, ask, rows, together
+from serving import LONG, SMALL, Row, ask, long_row, rows, together, wait_until
 from transformers import PreTrainedModel, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_cb
+from hf_cb import FinishReason
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -70,12 +71,16 @@ def test_one_that_raises(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
         recorder = Recorder(fail)
         failed, *right = together(
-            [lambda: ask(llama, rows()[10], streamer=recorder), *(lambda row=row: ask(llama, row) for row in others)]
+            [
+                lambda: llama.generate(long_row().ids, max_new_tokens=LONG, streamer=recorder),
+                *(lambda row=row: ask(llama, row) for row in others),
+            ]
         )
         assert failed is error
         assert right == [row.tokens for row in others]
-        assert recorder.puts[1:] == [[token] for token in rows()[10].tokens[:3]]
-        assert engine.stats().finished.get(hf_cb.FinishReason.FAILED) is None
+        assert recorder.puts[1:] == [[token] for token in long_row().tokens[:3]]
+        assert recorder.ended == 0
+        wait_until(lambda: engine.stats().finished == {FinishReason.LENGTH: 8, FinishReason.CANCELLED: 1})
         assert ask(llama, rows()[10]) == rows()[10].tokens
 
 
@@ -100,7 +105,7 @@ def test_text_iterators_read_in_other_threads(llama: PreTrainedModel) -> None:
 
         def read(row: Row) -> str:
             streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True, timeout=10)
-            thread = threading.Thread(target=ask, args=(llama, row), kwargs={"streamer": streamer})
+            thread = threading.Thread(target=ask, args=(llama, row), kwargs={"streamer": streamer}, daemon=True)
             thread.start()
             text = "".join(streamer)
             thread.join()

@@ -40,8 +40,9 @@ def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A word for every id of the tiny models."""
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(models.VOCAB)}, unk_token="w0"))
+    """A word for every id of the tiny models. One is what transformers looks for before it takes stop strings."""
+    vocabulary = {f"w{i}": i for i in range(models.VOCAB) if i != 2} | {"abcdef": 2}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
 

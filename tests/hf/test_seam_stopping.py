@@ -87,7 +87,12 @@ def test_the_users_change_of_the_models_generation_config_counts(prompt: torch.T
 
 def test_min_new_tokens_and_min_length(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
     eos, width = output[1], prompt.shape[1]
-    for limits in ({"min_new_tokens": 6}, {"min_length": width + 6}, {"min_length": 2}, {"min_new_tokens": 5, "min_length": 99}):
+    for limits in (
+        {"min_new_tokens": 6},
+        {"min_length": width + 6},
+        {"min_length": 2},
+        {"min_new_tokens": 5, "min_length": 99},
+    ):
         duo.same(prompt, max_new_tokens=NEW, eos_token_id=eos, **limits)
     assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=eos, min_new_tokens=6).shape[1] > width + 6
 

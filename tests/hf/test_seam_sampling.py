@@ -1,0 +1,205 @@
+"""Sampled calls: a seed gives what plain generate gives for the row alone after `torch.manual_seed`, in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import models
+import pytest
+import seam
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+NEW = 16
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "hot": {"temperature": 2.5},
+    "cold": {"temperature": 0.2},
+    "top_k": {"top_k": 3, "temperature": 3.0},
+    "top_k off": {"top_k": 0, "temperature": 3.0},
+    "top_k above the vocabulary": {"top_k": 10_000, "temperature": 3.0},
+    "top_p": {"top_p": 0.4, "top_k": 0, "temperature": 3.0},
+    "top_p 1": {"top_p": 1.0, "temperature": 3.0},
+    "all": {"temperature": 3.0, "top_k": 9, "top_p": 0.8},
+    "all with an end held back": {"temperature": 3.0, "top_k": 9, "top_p": 0.8, "min_new_tokens": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def duo() -> Iterator[seam.Duo]:
+    with seam.duo() as made:
+        yield made
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_one_row(duo: seam.Duo, options: dict[str, Any]) -> None:
+    prompt, ends = seam.prompts(6)[0][None], list(range(3, models.VOCAB, 11))
+    for seed in range(6):
+        duo.same(prompt, seed=seed, do_sample=True, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=0, **options)
+
+
+def test_seeds_matter(duo: seam.Duo) -> None:
+    prompt = seam.prompts(6)[0][None]
+    call = {"do_sample": True, "max_new_tokens": NEW, "temperature": 3.0}
+    assert len({tuple(duo.served.generate(prompt, seed=seed, **call)[0].tolist()) for seed in range(8)}) == 8
+
+
+def test_without_sampling_a_seed_changes_nothing(duo: seam.Duo) -> None:
+    prompt = seam.prompts(6)[0][None]
+    assert torch.equal(duo.same(prompt, seed=1, max_new_tokens=NEW), duo.same(prompt, max_new_tokens=NEW))
+
+
+def alone(duo: seam.Duo, row: torch.Tensor, seed: int) -> list[int]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        out = duo.plain.generate(row[None], do_sample=True, temperature=2.0, max_new_tokens=NEW)
+    return out[0, len(row) :].tolist()
+
+
+def test_row_i_of_a_batch_has_the_seed_plus_i(duo: seam.Duo) -> None:
+    rows = seam.prompts(5, 11, 2)
+    got = duo.served.generate(**seam.left_padded(rows), do_sample=True, temperature=2.0, max_new_tokens=NEW, seed=40)
+    assert [row[11:].tolist() for row in got] == [alone(duo, row, 40 + i) for i, row in enumerate(rows)]
+
+
+def test_num_return_sequences(duo: seam.Duo) -> None:
+    rows = seam.prompts(5, 11)
+    call = {"do_sample": True, "temperature": 2.0, "max_new_tokens": NEW, "num_return_sequences": 3, "seed": 40}
+    got = duo.served.generate(**seam.left_padded(rows), **call)
+    assert got.shape == (6, 11 + NEW)
+    assert [row[11:].tolist() for row in got] == [alone(duo, rows[i // 3], 40 + i) for i in range(6)]
+
+
+def test_num_return_sequences_without_sampling_is_refused_alike(duo: seam.Duo) -> None:
+    for model in (duo.plain, duo.served):
+        with pytest.raises(ValueError, match="num_return_sequences"):
+            model.generate(seam.prompts(5)[0][None], max_new_tokens=4, num_return_sequences=2)
+
+
+def test_submit_and_generate_agree(duo: seam.Duo) -> None:
+    rows = seam.prompts(5, 11, 2)
+    call = {"do_sample": True, "temperature": 2.0, "max_new_tokens": NEW}
+    results = duo.engine.generate_batch(rows, seed=40, **call)
+    assert [list(result.tokens) for result in results] == [alone(duo, row, 40 + i) for i, row in enumerate(rows)]
+    assert list(duo.engine.submit(rows[1], seed=41, **call).result().tokens) == list(results[1].tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_batch_tokens": 5}, {"block_size": 4, "num_blocks": 12}, {"max_batch_size": 2}],
+    ids=["together", "small budget", "small pool", "two at a time"],
+)
+def test_seeds_are_independent_of_neighbours_budget_and_preemption(duo: seam.Duo, options: dict[str, Any]) -> None:
+    rows = seam.prompts(5, 11, 2, 8, 14, 3, 9, 1)
+    with seam.duo(options=options) as other, ThreadPoolExecutor(len(rows)) as threads:
+        call = {"do_sample": True, "temperature": 2.0, "max_new_tokens": NEW}
+        got = threads.map(lambda job: other.served.generate(job[1][None], seed=job[0], **call), enumerate(rows))
+        assert [out[0, -NEW:].tolist() for out in got] == [alone(duo, row, i) for i, row in enumerate(rows)]
+        assert (other.engine.stats().preemptions > 0) == ("num_blocks" in options)
+
+
+def test_without_a_seed_manual_seed_makes_it_repeatable(duo: seam.Duo) -> None:
+    prompt, outputs = seam.prompts(6)[0][None], []
+    with torch.random.fork_rng(devices=[]):
+        for seed in (5, 5, 6):
+            torch.manual_seed(seed)
+            outputs.append([duo.served.generate(prompt, do_sample=True, temperature=3.0, max_new_tokens=NEW) for _ in range(3)])
+    assert all(map(torch.equal, outputs[0], outputs[1]))
+    assert not any(map(torch.equal, outputs[0], outputs[2]))
+    assert not torch.equal(outputs[0][0], outputs[0][1])
+
+
+def test_without_a_seed_a_call_draws_once_whatever_its_length(duo: seam.Duo) -> None:
+    def state_after(**call: Any) -> torch.Tensor:
+        torch.manual_seed(5)
+        duo.served.generate(**call)
+        return torch.get_rng_state()
+
+    with torch.random.fork_rng(devices=[]):
+        prompt = {"input_ids": seam.prompts(6)[0][None]}
+        torch.manual_seed(5)
+        untouched = torch.get_rng_state()
+        torch.randint(0, 1 << 62, ())
+        one_draw = torch.get_rng_state()
+        for call in (
+            {**prompt, "max_new_tokens": 1},
+            {**prompt, "max_new_tokens": 30},
+            {**seam.left_padded(seam.prompts(5, 11, 2)), "max_new_tokens": 4},
+        ):
+            assert torch.equal(state_after(**call, do_sample=True), one_draw)
+            assert torch.equal(state_after(**call, do_sample=True, seed=3), untouched)
+            assert torch.equal(state_after(**call), untouched)
+        torch.manual_seed(5)
+        duo.engine.submit(prompt["input_ids"], do_sample=True, max_new_tokens=9).result()
+        assert torch.equal(torch.get_rng_state(), one_draw)
+
+
+def test_a_native_call_with_a_seed_leaves_the_global_generator_alone(duo: seam.Duo) -> None:
+    prompt = seam.prompts(6)[0][None]
+    before = torch.get_rng_state()
+    call = {"do_sample": True, "temperature": 3.0, "repetition_penalty": 1.2, "max_new_tokens": NEW}
+    first = duo.same(prompt, seed=9, native="RepetitionPenalty", **call)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(duo.same(prompt, seed=9, native="RepetitionPenalty", **call), first)
+    assert not torch.equal(duo.same(prompt, seed=10, native="RepetitionPenalty", **call), first)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 63, 1.5, True, "7"])
+def test_wrong_seeds(duo: seam.Duo, seed: Any) -> None:
+    prompt = seam.prompts(6)[0][None]
+    for call in (duo.served.generate, duo.engine.submit):
+        with pytest.raises(seam.hf_cb.InvalidArgumentError, match=r"^seed: takes an integer from 0"):
+            call(prompt, max_new_tokens=2, do_sample=True, seed=seed)
+
+
+def test_warpers_passed_by_the_caller(duo: seam.Duo) -> None:
+    prompt = seam.prompts(6)[0][None]
+    usual = LogitsProcessorList([TemperatureLogitsWarper(3.0), TopKLogitsWarper(5)])
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=usual, max_new_tokens=NEW)
+    unusual = LogitsProcessorList([TopPLogitsWarper(0.6), TemperatureLogitsWarper(3.0)])
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=unusual, max_new_tokens=NEW, native="order")
+    twice = LogitsProcessorList([TemperatureLogitsWarper(3.0), TemperatureLogitsWarper(2.0)])
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=twice, max_new_tokens=NEW, native="two")
+    other_filter = LogitsProcessorList([TopKLogitsWarper(5, filter_value=-1.0)])
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=other_filter, max_new_tokens=NEW, native="TopK")
+
+
+# -- the distribution -----------------------------------------------------------------------------------------------------
+
+DRAWS = 1500
+
+
+def distance(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Pearson's chi-square of the counts, in standard deviations above what chance gives. Rare tokens share a bin."""
+    expected = probabilities.double() * counts.sum()
+    rare = expected < 5
+    observed = torch.cat([counts[~rare], counts[rare].sum()[None]]).double()
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp_min(1e-9)
+    if expected[-1] <= 1e-6:  # nothing is rare but the impossible: not a bin
+        observed, expected = observed[:-1], expected[:-1]
+    freedom = len(expected) - 1
+    return float((((observed - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 4.0, "top_k": 0}, {"temperature": 6.0, "top_k": 12}, {"temperature": 6.0, "top_k": 0, "top_p": 0.6}],
+    ids=["temperature", "top_k", "top_p"],
+)
+def test_distribution(duo: seam.Duo, options: dict[str, Any]) -> None:
+    prompt = seam.prompts(4)[0]
+    with torch.no_grad():
+        logits = duo.plain(prompt[None]).logits[:, -1]
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(options["temperature"])])
+    if options["top_k"]:
+        warpers.append(TopKLogitsWarper(options["top_k"]))
+    if "top_p" in options:
+        warpers.append(TopPLogitsWarper(options["top_p"]))
+    want = warpers(prompt[None], logits).softmax(-1)[0]
+    results = duo.engine.generate_batch([prompt] * DRAWS, do_sample=True, max_new_tokens=1, seed=0, **options)
+    counts = torch.bincount(torch.tensor([result.tokens[0] for result in results]), minlength=models.VOCAB)
+    assert not counts[want == 0].any()
+    assert distance(counts, want) < 4
+    assert distance(counts, logits.softmax(-1)[0]) > 20  # it can tell

@@ -1,0 +1,250 @@
+"""The twin: the user's weights, everything else its own; and it follows what the user does to the model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import time
+import types
+import weakref
+from typing import Any
+
+import models
+import pytest
+import seam
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import hf_cb
+from hf_cb.hf.twin import Fingerprint, make_twin, set_attention
+
+NEW = 8
+PROMPT = seam.prompts(6)[0][None]
+
+
+def plain(model: PreTrainedModel) -> torch.Tensor:
+    """What the model as it is now generates by itself."""
+    return type(model).generate(model, PROMPT, max_new_tokens=NEW)
+
+
+def changes(model: PreTrainedModel, before: torch.Tensor) -> torch.Tensor:
+    """Plain output, which must be another one than before."""
+    after = plain(model)
+    assert not torch.equal(after, before)
+    return after
+
+
+# -- what is shared -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "mixtral", "phi3+longrope"])
+def test_weights_are_shared_and_nothing_else(name: str) -> None:
+    model = models.tiny(name)
+    twin = make_twin(model)
+    for (key, theirs), (ours_key, ours) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert key == ours_key
+        assert ours.data_ptr() == theirs.data_ptr()
+    assert len({p.data_ptr() for m in (model, twin) for p in m.parameters()}) == len(list(model.parameters()))
+    assert not {id(m) for m in model.modules()} & {id(m) for m in twin.modules()}
+    assert twin.config is not model.config
+    assert twin.generation_config is not model.generation_config
+    assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+
+
+def test_the_attention_setting_is_the_twins_alone(llama: PreTrainedModel) -> None:
+    before = llama.config._attn_implementation
+    twin = make_twin(llama)
+    set_attention(twin, "hf_cb")
+    assert {m.config._attn_implementation for m in twin.modules() if hasattr(m, "config")} == {"hf_cb"}
+    assert {m.config._attn_implementation for m in llama.modules() if hasattr(m, "config")} == {before}
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = models.tiny("gpt2")
+    twin = make_twin(model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert twin.lm_head.weight is twin.transformer.wte.weight
+
+
+def test_a_model_in_training_mode_has_a_twin_that_is_not(llama: PreTrainedModel) -> None:
+    llama.train()
+    assert not make_twin(llama).training
+    assert llama.training
+
+
+# -- changes that the twin sees, or that make a new one -------------------------------------------------------------------
+
+
+def replace_head(model: PreTrainedModel) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model.lm_head = nn.Linear(48, models.VOCAB, bias=False)
+
+
+def replace_parameter(model: PreTrainedModel) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.detach().flip(0))
+
+
+def hook(model: PreTrainedModel) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output.flip(-1))
+
+
+def own_forward(model: PreTrainedModel) -> None:
+    norm = model.model.norm
+    norm.forward = types.MethodType(lambda self, hidden: type(self).forward(self, hidden).flip(-1), norm)
+
+
+def drop_a_layer(model: PreTrainedModel) -> None:
+    del model.model.layers[2]
+
+
+def lower_precision(model: PreTrainedModel) -> None:
+    model.bfloat16()
+    model.float()
+
+
+def in_place(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+
+
+CHANGES = (replace_head, replace_parameter, hook, own_forward, drop_a_layer, lower_precision, in_place)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_users_changes_count(llama: PreTrainedModel, change: Any) -> None:
+    with hf_cb.continuous_batching(llama) as engine:
+        before = llama.generate(PROMPT, max_new_tokens=NEW)
+        assert torch.equal(before, plain(llama))
+        change(llama)
+        after = plain(llama) if change is lower_precision else changes(llama, before)
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), after)
+        assert list(engine.submit(PROMPT, max_new_tokens=NEW).result().tokens) == after[0, 6:].tolist()
+        assert engine.stats().native_calls == {}
+
+
+def test_submit_alone_follows_the_model_too(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama) as engine:
+        before = plain(llama)
+        assert list(engine.submit(PROMPT, max_new_tokens=NEW).result().tokens) == before[0, 6:].tolist()
+        replace_head(llama)
+        assert list(engine.submit(PROMPT, max_new_tokens=NEW).result().tokens) == changes(llama, before)[0, 6:].tolist()
+
+
+def test_a_model_that_can_no_longer_be_served_runs_natively(llama: PreTrainedModel) -> None:
+    class Echo(nn.Module):
+        """Mixes each token with the one before it, across rows too."""
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + hidden.roll(1, dims=1)
+
+    with hf_cb.continuous_batching(llama) as engine:
+        llama.generate(PROMPT, max_new_tokens=NEW)
+        norm = llama.model.norm
+        llama.model.norm = Echo()
+        after = plain(llama)
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), after)
+        assert "packed rows" in str(engine.unsupported_reason)
+        assert list(engine.stats().native_calls) == [engine.unsupported_reason]
+        with pytest.raises(hf_cb.UnsupportedModelError, match="packed rows"):
+            engine.submit(PROMPT, max_new_tokens=NEW)
+        llama.model.norm = norm
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), plain(llama))
+        assert engine.unsupported_reason is None
+        assert sum(engine.stats().native_calls.values()) == 1
+
+
+def test_fingerprints(llama: PreTrainedModel) -> None:
+    first = Fingerprint.of(llama)
+    assert first.matches(Fingerprint.of(llama))
+    in_place(llama)
+    assert first.matches(Fingerprint.of(llama))
+    for change in CHANGES[:-2]:
+        before = Fingerprint.of(llama)
+        change(llama)
+        assert not before.matches(Fingerprint.of(llama)), change.__name__
+
+
+# -- copies ---------------------------------------------------------------------------------------------------------------
+
+
+def by_pickle(model: PreTrainedModel) -> PreTrainedModel:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle])
+def test_a_copy_of_an_installed_model_generates_plainly_with_its_own_weights(llama: PreTrainedModel, duplicate: Any) -> None:
+    with hf_cb.continuous_batching(llama) as engine:
+        want = llama.generate(PROMPT, max_new_tokens=NEW)
+        other = duplicate(llama)
+        with pytest.raises(hf_cb.NotInstalledError):
+            hf_cb.get_engine(other)
+        steps = engine.stats().steps
+        assert torch.equal(other.generate(PROMPT, max_new_tokens=NEW), want)
+        assert engine.stats().steps == steps
+        in_place(other)
+        changed = other.generate(PROMPT, max_new_tokens=NEW)
+        assert not torch.equal(changed, want)
+        assert torch.equal(changed, plain(other))
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)
+    assert torch.equal(other.generate(PROMPT, max_new_tokens=NEW), changed)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle])
+def test_a_copy_can_be_installed_itself(llama: PreTrainedModel, duplicate: Any) -> None:
+    with hf_cb.continuous_batching(llama):
+        other = duplicate(llama)
+        with hf_cb.continuous_batching(other) as engine:
+            assert torch.equal(other.generate(PROMPT, max_new_tokens=NEW), llama.generate(PROMPT, max_new_tokens=NEW))
+            assert engine.stats().native_calls == {}
+            assert torch.equal(duplicate(other).generate(PROMPT, max_new_tokens=NEW), plain(llama))
+        assert torch.equal(other.generate(PROMPT, max_new_tokens=NEW), plain(llama))
+
+
+def test_the_state_dict_and_saved_model_are_the_usual_ones(llama: PreTrainedModel, tmp_path: Any) -> None:
+    keys = list(llama.state_dict())
+    with hf_cb.continuous_batching(llama):
+        assert list(llama.state_dict()) == keys
+        llama.save_pretrained(tmp_path)
+        loaded = type(llama).from_pretrained(tmp_path)
+        assert torch.equal(loaded.generate(PROMPT, max_new_tokens=NEW), plain(llama))
+
+
+# -- the end --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("uninstalled", [False, True])
+def test_a_model_nobody_holds_is_collected(used: bool, uninstalled: bool) -> None:
+    model = models.tiny("llama")
+    engine = hf_cb.install(model)
+    if used:
+        model.generate(PROMPT, max_new_tokens=NEW)
+    if uninstalled:
+        hf_cb.uninstall(model)
+    weight = weakref.ref(model.lm_head.weight)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    if used and not uninstalled:  # an engine that is still held goes on serving
+        assert engine.submit(PROMPT, max_new_tokens=2).result().tokens
+    del engine
+    end = time.monotonic() + 5
+    while weight() is not None and time.monotonic() < end:  # the engine's thread has its twin until it ends
+        gc.collect()
+        time.sleep(0.01)
+    assert weight() is None
+
+
+def test_vars_are_what_they_were(llama: PreTrainedModel) -> None:
+    before = {name: id(value) for name, value in vars(llama).items()}
+    for _ in range(3):
+        hf_cb.install(llama)
+        assert {name for name in vars(llama) if name not in before} == {"generate"}
+        llama.generate(PROMPT, max_new_tokens=2)
+        hf_cb.uninstall(llama)
+        assert {name: id(value) for name, value in vars(llama).items()} == before
