@@ -60,6 +60,7 @@ def _compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[s
     for number in range(args.repeats):
         figures = {}
         for name, plan in plans.items():
+            gc.collect()  # the memory of the peer before is not this one's
             title = f"{number + 1}/{args.repeats} {name}"
             with tqdm(total=plan.output_tokens, desc=title, unit="tok", leave=False) as bar, machine.peak_memory() as peak:
                 last[name] = _run(model, name, plan, args, bar)
@@ -80,7 +81,6 @@ def _compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[s
 
 def _run(model: Any, name: str, workload: Workload, args: argparse.Namespace, bar: tqdm) -> Outcome:
     options = args.engine if name.startswith("hf_cb") else {}
-    gc.collect()
     return peers.PEERS[name](model, workload, bar.update, args.concurrency or len(workload.items), **options).check(workload)
 
 

@@ -141,7 +141,7 @@ class ContinuousBatchingBackend(GenerationBackend):
 
     def why_not(self, call: dict[str, Any]) -> str | None:
         """The engine's reason for the model, or the call's own."""
-        if self._own_generate is not None:
+        if self._own_generate not in (None, plain_generate(self.model)):  # a copy of an installed model has the latter
             return "the model has a generate of its own"
         return self.engine.unsupported_reason or why_native(self.model, call)
 
@@ -282,7 +282,7 @@ def uninstall(model: PreTrainedModel) -> None:
 @contextlib.contextmanager
 def continuous_batching(model: PreTrainedModel, config: CBConfig | None = None, **options: Any) -> Iterator[Engine]:
     """`install` for the length of a with block."""
-    engine = install(model, config, **options)
+    engine = install(model, config, backend="continuous_batching", **options)
     assert engine is not None
     try:
         yield engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -90,7 +91,7 @@ class CBConfig:
                     f"it takes at least {bytes_per_block}"
                 )
         return ResolvedConfig(
-            max_batch_tokens=self.max_batch_tokens or facts.default_batch_tokens,
+            max_batch_tokens=min(self.max_batch_tokens or facts.default_batch_tokens, facts.max_step_tokens or sys.maxsize),
             max_batch_size=max_batch_size,
             block_size=block_size,
             num_blocks=num_blocks,
@@ -108,6 +109,7 @@ class ModelFacts:
     max_positions: int | None  # None: unbounded
     free_memory: int  # bytes free on the device that holds the KV cache
     default_batch_tokens: int
+    max_step_tokens: int | None = None  # what the model bears in one step; None: any number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ class Served:
     machinery: Machinery
     config: ResolvedConfig
     vocab_size: int
-    max_positions: int | None
+    max_positions: int | None  # that rows can share; None: no limit
+    stretches: bool  # whether plain generate goes beyond them
     attention_backend: str
     attention_reason: str
     defaults: Callable[[], Defaults] = field(repr=False)

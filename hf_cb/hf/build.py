@@ -51,6 +51,7 @@ def build(model: Any, config: CBConfig) -> Served:
         config=resolved,
         vocab_size=servable.vocab_size,
         max_positions=servable.max_positions,
+        stretches=servable.stretches,
         attention_backend=servable.backend.name,
         attention_reason=servable.backend_reason,
         defaults=defaults,
@@ -79,6 +80,7 @@ def _facts(servable: Servable) -> ModelFacts:
         max_positions=servable.max_positions,
         free_memory=_free_memory(servable.device),
         default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),
+        max_step_tokens=servable.max_step_tokens,
     )
 
 

@@ -29,7 +29,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from hf_cb.engine import Engine
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.handle import GenerationHandle
-from hf_cb.hf.twin import rope_follows_length
 from hf_cb.options import Defaults, check_seed
 from hf_cb.request import Request, SamplingParams
 
@@ -124,7 +123,7 @@ def generate(engine: Engine, original: Callable[..., Any], arguments: dict[str, 
         **model_kwargs: Any,
     ) -> Any:
         call = _Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs.get("attention_mask"))
-        requests = _requests(engine, model, call, seed)
+        requests = _requests(engine, call, seed)
         if streamer is not None and recorder is not None:
             streamer.put(recorder.prompt)
         return _run(engine, call, requests, streamer)
@@ -143,7 +142,7 @@ class _Call:
     attention_mask: torch.Tensor | None  # [B, T], None: all ones
 
 
-def _requests(engine: Engine, model: Any, call: _Call, seed: int | None) -> list[Request]:
+def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
     """One request per row, checked against the model and the pool. Raises GoNativeError or InvalidArgumentError."""
     config = call.config
     mode = config.get_generation_mode()
@@ -168,16 +167,11 @@ def _requests(engine: Engine, model: Any, call: _Call, seed: int | None) -> list
     ]
     for request in requests:
         limit = served.max_positions
-        if limit is not None and request.max_tokens > limit and (len(request.prompt) <= limit or _stretches(model)):
+        if limit is not None and request.max_tokens > limit and (len(request.prompt) <= limit or served.stretches):
             # Plain generate may go past the model's positions, or stop before it gets there; only it knows.
             raise GoNativeError(f"prompt and max_new_tokens together exceed the {limit} positions that rows can share")
         engine.check(request)
     return requests
-
-
-def _stretches(model: Any) -> bool:
-    """Whether the model is made for prompts beyond the positions that rows can share."""
-    return any(map(rope_follows_length, model.modules()))
 
 
 def _sampling(call: _Call, eos: frozenset[int]) -> SamplingParams:

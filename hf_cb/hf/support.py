@@ -39,7 +39,9 @@ class Servable:
     backend_reason: str
     device: torch.device
     vocab_size: int
-    max_positions: int | None
+    max_positions: int | None  # that rows can share
+    stretches: bool  # whether the model goes on beyond those by itself
+    max_step_tokens: int | None  # that may be packed into one step
 
 
 class UnservableError(Exception):
@@ -87,7 +89,19 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
         NotImplementedError,
     ) as error:
         raise UnservableError(f"the packed probe failed ({_brief(error)})") from error
-    return Servable(twin, forward, tuple(observer.modules), specs, backend, reason, device, vocab_size, _max_positions(model))
+    return Servable(
+        twin=twin,
+        forward=forward,
+        modules=tuple(observer.modules),
+        specs=specs,
+        backend=backend,
+        backend_reason=reason,
+        device=device,
+        vocab_size=vocab_size,
+        max_positions=_max_positions(twin),
+        stretches=_query_scale_span(twin) is not None or any(map(rope_follows_length, twin.modules())),
+        max_step_tokens=_query_scale_span(twin),
+    )
 
 
 def _brief(error: Exception) -> str:
@@ -106,7 +120,20 @@ def _max_positions(model: nn.Module) -> int | None:
         limits = [p.get("original_max_position_embeddings") for p in nested]
         known = [value for value in (*limits, getattr(text_config, "original_max_position_embeddings", None), limit) if value]
         limit = min(known, default=None)
-    return int(limit) if limit else None
+    span = _query_scale_span(model)
+    limits_known = [int(value) for value in (limit, span) if value]
+    return min(limits_known, default=None)
+
+
+def _query_scale_span(model: nn.Module) -> int | None:
+    """Llama 4 scales the queries of layers without rotary embedding by position, in steps of `floor_scale`, and counts
+    positions from the start of what it is given rather than by position_ids. Below the first step the scale is one for all."""
+    spans = [
+        int(state["floor_scale"]) - 1
+        for state in map(vars, model.modules())
+        if state.get("attn_temperature_tuning") and "floor_scale" in state and not state.get("use_rope")
+    ]
+    return min(spans, default=None)
 
 
 def _probe_rows(vocab_size: int, device: torch.device) -> list[torch.Tensor]:

@@ -77,7 +77,9 @@ class Fingerprint:
         for module in model.modules():
             objects.append(weakref.ref(module))
             state.append((len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module)))
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
+            # Buffers that the module itself replaces as it runs are not shared, and tell nothing.
+            buffers = () if rope_follows_length(module) else module._buffers.values()
+            for tensor in (*module._parameters.values(), *buffers):
                 if tensor is not None:
                     objects.append(weakref.ref(tensor))
                     state.append((tensor.dtype, tensor.device))

@@ -55,12 +55,12 @@ class AttentionPort:
         self, module: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """One layer's attention in the current step: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]."""
-        key = id(module)
-        layer = self._layers[key]
-        self.calls[self._order[key]] += 1
         step = self._step
         if step is None:
             raise RuntimeError("an attention module of the twin was called outside a step")
+        key = id(module)
+        layer = self._layers[key]
+        self.calls[self._order[key]] += 1
         plan = self._plans.get(layer.spec)
         if plan is None:
             plan = self._plans[layer.spec] = self._backend.plan(step, layer.spec)

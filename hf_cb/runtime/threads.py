@@ -2,8 +2,8 @@
 
 Every thread that runs a parallel torch operation owns a pool of OpenMP workers, idle or not. GNU's runtime counts them all, and
 once they outnumber the cores its workers stop spinning at barriers and sleep instead: each parallel operation then pays a
-wake-up, which costs a third more per step on two cores. A caller that is about to wait for the engine needs no pool: it is given
-up here, and made again (in about 0.1 ms) by its next parallel operation.
+wake-up, which costs a third more per step on two cores. A caller that is about to wait for the engine needs no pool: it is
+given up here, and made again (in about 0.1 ms) by its next parallel operation.
 """
 
 from __future__ import annotations

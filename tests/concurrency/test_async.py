@@ -98,6 +98,7 @@ def test_a_cancelled_task_cancels_its_request(llama: PreTrainedModel, iterate: b
 
         async def main() -> None:
             task = asyncio.create_task(use())
+            await asyncio.sleep(0)  # it begins, and waits
             while not handle.tokens:
                 await asyncio.sleep(0.001)
             task.cancel()

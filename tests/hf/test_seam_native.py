@@ -237,7 +237,7 @@ def _refusals() -> dict[str, Callable[[Any], Any]]:
 def test_transformers_own_refusals(duo: seam.Duo, refused: Callable[[Any], Any]) -> None:
     caught = []
     for model in (duo.plain, duo.served):
-        with pytest.raises(Exception) as info:  # noqa: PT011 - whatever it is, it is the same
+        with pytest.raises(Exception) as info:
             refused(model)
         caught.append((info.type, str(info.value)))
     assert caught[0] == caught[1]

@@ -1,0 +1,101 @@
+"""A step's tensors: rows one after another, positions and slots from each row's own start and block table."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.runtime.input_batch import InputBatch, build_input_batch
+
+CPU = torch.device("cpu")
+
+
+def build(rows: list[ScheduledRow], block_size: int) -> InputBatch:
+    return build_input_batch(SchedulerOutput(tuple(rows), sum(len(row.token_ids) for row in rows)), block_size, CPU)
+
+
+def test_by_hand() -> None:
+    rows = [
+        ScheduledRow(30, 0, (11, 12, 13, 14, 15), (7, 2), False),  # a prompt's first chunk
+        ScheduledRow(10, 6, (21,), (5, 3), True),  # one token further
+        ScheduledRow(20, 2, (31, 32, 33), (9, 4), True),  # a prompt's last chunk, across a block
+    ]
+    batch = build(rows, block_size=4)
+    assert batch.input_ids.tolist() == [[11, 12, 13, 14, 15, 21, 31, 32, 33]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 6, 2, 3, 4]]
+    assert batch.logits_indices.tolist() == [5, 8]
+    assert batch.sampling_ids == (10, 20)
+    step = batch.step
+    assert step.cu_seqlens_q.tolist() == [0, 5, 6, 9]
+    assert step.seq_lens_k.tolist() == [5, 7, 5]
+    assert step.block_table.tolist() == [[7, 2], [5, 3], [9, 4]]
+    assert step.slot_mapping.tolist() == [28, 29, 30, 31, 8, 14, 38, 39, 16]
+    assert (step.query_lens, step.key_lens) == ((5, 1, 3), (5, 7, 5))
+    assert (step.max_seqlen_q, step.max_seqlen_k, step.block_size) == (5, 7, 4)
+
+
+def test_no_row_samples() -> None:
+    batch = build([ScheduledRow(1, 0, (5, 6), (0,), False)], block_size=4)
+    assert (batch.logits_indices.shape, batch.logits_indices.dtype, batch.sampling_ids) == ((0,), torch.int64, ())
+
+
+def test_unequal_tables_are_filled_with_a_valid_block() -> None:
+    batch = build([ScheduledRow(1, 0, (5,), (3,), True), ScheduledRow(2, 8, (6,), (4, 2, 1), True)], block_size=4)
+    assert batch.step.block_table.tolist() == [[3, 0, 0], [4, 2, 1]]
+
+
+def test_a_table_may_be_longer_than_the_row_needs() -> None:
+    batch = build([ScheduledRow(1, 3, (5,), (3, 6, 8), True)], block_size=4)
+    assert batch.step.slot_mapping.tolist() == [15]
+
+
+def test_types() -> None:
+    batch = build([ScheduledRow(1, 0, (5,), (3,), True)], block_size=4)
+    assert batch.input_ids.dtype == batch.position_ids.dtype == batch.logits_indices.dtype == torch.int64
+    step = batch.step
+    assert step.cu_seqlens_q.dtype == step.seq_lens_k.dtype == step.block_table.dtype == torch.int32
+    assert step.slot_mapping.dtype == torch.int64
+
+
+def test_slots_beyond_32_bits() -> None:
+    batch = build([ScheduledRow(1, 0, (5,), (1 << 30,), True)], block_size=16)
+    assert batch.step.slot_mapping.tolist() == [1 << 34]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[ScheduledRow], int]:
+    block_size = draw(st.integers(1, 5))
+    shapes = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9), st.booleans()), min_size=1, max_size=6))
+    needed = [-(-(start + length) // block_size) for start, length, _ in shapes]
+    blocks = draw(st.permutations(range(sum(needed))))
+    rows = []
+    for i, (start, length, samples) in enumerate(shapes):
+        tokens = tuple(draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)))
+        table = tuple(blocks[sum(needed[:i]) : sum(needed[: i + 1])])
+        rows.append(ScheduledRow(100 + i, start, tokens, table, samples))
+    return rows, block_size
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_any_step(case: tuple[list[ScheduledRow], int]) -> None:
+    rows, block_size = case
+    batch = build(rows, block_size)
+    step, bounds = batch.step, batch.step.cu_seqlens_q.tolist()
+    assert len(set(step.slot_mapping.tolist())) == bounds[-1]  # nobody writes where another does
+    for i, row in enumerate(rows):
+        mine = slice(bounds[i], bounds[i + 1])
+        positions = [*range(row.start, row.start + len(row.token_ids))]
+        assert tuple(batch.input_ids[0, mine].tolist()) == row.token_ids
+        assert batch.position_ids[0, mine].tolist() == positions
+        want = [row.block_table[p // block_size] * block_size + p % block_size for p in positions]
+        assert step.slot_mapping[mine].tolist() == want
+        assert step.seq_lens_k[i] == step.key_lens[i] == positions[-1] + 1
+        assert step.query_lens[i] == len(row.token_ids)
+        assert tuple(step.block_table[i, : len(row.block_table)].tolist()) == row.block_table
+    ends = [bounds[i + 1] - 1 for i, row in enumerate(rows) if row.samples]
+    assert batch.logits_indices.tolist() == ends
+    assert batch.sampling_ids == tuple(row.request_id for row in rows if row.samples)
+    assert (step.max_seqlen_q, step.max_seqlen_k) == (max(step.query_lens), max(step.key_lens))

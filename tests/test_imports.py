@@ -1,0 +1,112 @@
+"""Who may import whom. A module may use what stands before it, and nothing that stands after."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_cb
+
+ROOT = Path(hf_cb.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# Part of the package -> the parts it may import from. Everything may import from itself.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "request": {"errors"},
+    "core": {"errors", "request"},
+    "attention": {"errors"},
+    "runtime": {"errors", "request", "core.output", "attention"},
+    "stats": {"request"},
+    "options": {"errors", "request"},
+    "handle": {"errors", "request"},
+    "worker": {"errors", "request", "core.output", "core.scheduler", "runtime", "handle", "stats"},
+    "engine": {"errors", "config", "request", "runtime", "handle", "stats", "options", "worker"},
+    "hf": {"errors", "config", "request", "core", "attention", "runtime", "handle", "options", "worker", "engine"},
+    "backend": {"errors", "config", "engine", "options", "runtime", "hf"},
+    "__init__": {"errors", "config", "request", "stats", "handle", "engine", "backend"},
+}
+OUTSIDE = {"core": {"torch", "numpy", "transformers"}, "attention": {"transformers"}, "runtime": {"transformers"}}
+
+
+def module_of(path: Path) -> str:
+    """Dotted name below hf_cb: core.scheduler, errors, hf.__init__."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def part_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at whatever depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "hf_cb")
+
+
+def own_imports(path: Path) -> list[str]:
+    return [name.removeprefix("hf_cb.") for name in imports(path) if name.startswith("hf_cb.")]
+
+
+def test_every_part_is_in_the_table() -> None:
+    assert {part_of(module_of(path)) for path in FILES} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_go_one_way(path: Path) -> None:
+    part = part_of(module_of(path))
+    allowed = ALLOWED[part] | {part}
+    for name in own_imports(path):
+        assert any(f"{name}.".startswith(f"{known}.") for known in allowed), f"{module_of(path)} imports {name}"
+
+
+def test_the_table_has_no_cycle() -> None:
+    seen: set[str] = set()
+    for part, allowed in ALLOWED.items():
+        assert {part_of(name) for name in allowed} <= seen, part
+        seen.add(part)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_outside_packages(path: Path) -> None:
+    part = part_of(module_of(path))
+    roots = {part_of(name) for name in imports(path)}
+    assert not roots & OUTSIDE.get(part, set())
+    if part not in ("hf", "backend"):
+        assert "transformers" not in roots
+
+
+def test_package_files_hold_a_docstring_and_no_more() -> None:
+    for path in FILES:
+        if path.name == "__init__.py" and path.parent != ROOT:
+            (only,) = ast.parse(path.read_text()).body
+            assert isinstance(only, ast.Expr)
+
+
+CORE = sorted(f"hf_cb.{module_of(path)}" for path in (ROOT / "core").glob("*.py"))
+
+
+def test_core_runs_without_torch() -> None:
+    """Importing hf_cb itself imports torch, so the core is imported beside it, as if nothing else were there."""
+    program = f"""
+import sys, types
+package = types.ModuleType("hf_cb")
+package.__path__ = [{str(ROOT)!r}]
+sys.modules["hf_cb"] = package
+for name in {[name.removesuffix(".__init__") for name in CORE]!r}:
+    __import__(name)
+print(*sorted({{name.partition(".")[0] for name in sys.modules}} & {{"torch", "numpy", "transformers"}}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []

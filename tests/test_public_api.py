@@ -1,0 +1,94 @@
+"""What users may rely on: the names, the types, the tree of errors."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from importlib.metadata import version
+
+import pytest
+
+import hf_cb
+from hf_cb import errors
+
+NAMES = [
+    "AlreadyInstalledError",
+    "CBConfig",
+    "ContinuousBatchingBackend",
+    "Engine",
+    "EngineClosedError",
+    "EngineDeadError",
+    "EngineStats",
+    "FinishReason",
+    "GenerationBackend",
+    "GenerationHandle",
+    "GenerationResult",
+    "HFCBError",
+    "InvalidArgumentError",
+    "NotInstalledError",
+    "RequestCancelledError",
+    "RequestFailedError",
+    "RequestTimeoutError",
+    "RequestTooLongError",
+    "SerializedBackend",
+    "StepRecord",
+    "UnsupportedCallError",
+    "UnsupportedModelError",
+    "continuous_batching",
+    "get_engine",
+    "install",
+    "register_backend",
+    "uninstall",
+]
+
+
+def test_names() -> None:
+    assert sorted(hf_cb.__all__) == hf_cb.__all__ == NAMES
+    assert all(getattr(hf_cb, name) is not None for name in NAMES)
+
+
+def test_version() -> None:
+    assert hf_cb.__version__ == version("hf-cb")
+
+
+def test_types_are_shipped() -> None:
+    assert resources.files(hf_cb).joinpath("py.typed").is_file()
+
+
+def test_every_public_object_is_documented() -> None:
+    for name in NAMES:
+        assert getattr(hf_cb, name).__doc__, name
+
+
+def documented_tree() -> dict[str, tuple[str, str | None]]:
+    """name -> (its base of ours, its built-in base), as the docstring of hf_cb.errors draws them."""
+    tree: dict[str, tuple[str, str | None]] = {}
+    above: list[str] = ["HFCBError"]
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"([│ ]*)[├└]── (\w+)(?: \((\w+)\))?  ", line)
+        if found:
+            depth = len(found[1]) // 4 + 1
+            above[depth:] = [found[2]]
+            tree[found[2]] = (above[depth - 1], found[3])
+    return tree
+
+
+def test_the_errors_are_as_documented() -> None:
+    tree = documented_tree()
+    assert set(tree) | {"HFCBError"} == {name for name in NAMES if name.endswith("Error")}
+    builtins = {base.__name__: base for base in (ValueError, TypeError, RuntimeError, TimeoutError)}
+    for name, (parent, builtin) in tree.items():
+        bases = [getattr(errors, parent), *([builtins[builtin]] if builtin else [])]
+        assert list(getattr(errors, name).__bases__) == bases
+    assert hf_cb.HFCBError.__bases__ == (Exception,)
+
+
+def test_every_error_is_defined_in_errors() -> None:
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert defined == {name for name in NAMES if name.endswith("Error")}
+
+
+@pytest.mark.parametrize("cls", [hf_cb.CBConfig, hf_cb.EngineStats, hf_cb.StepRecord, hf_cb.GenerationResult])
+def test_data_is_frozen(cls: type) -> None:
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert not hasattr(cls, "__dict__") or "__slots__" in vars(cls)
