@@ -95,12 +95,19 @@ def test_installing_from_many_threads(llama: PreTrainedModel) -> None:
 
 
 def test_a_scope_ends_with_an_error_too(llama: PreTrainedModel) -> None:
-    with pytest.raises(ArithmeticError), hf_cb.continuous_batching(llama) as engine:
-        llama.generate(PROMPT, max_new_tokens=NEW)
-        raise ArithmeticError
+    engines = []
+
+    def fail_inside() -> None:
+        with hf_cb.continuous_batching(llama) as engine:
+            engines.append(engine)
+            llama.generate(PROMPT, max_new_tokens=NEW)
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail_inside()
     assert "generate" not in vars(llama)
     with pytest.raises(hf_cb.EngineClosedError):
-        engine.submit(PROMPT, max_new_tokens=NEW)
+        engines[0].submit(PROMPT, max_new_tokens=NEW)
 
 
 def test_after_shutdown(llama: PreTrainedModel) -> None:

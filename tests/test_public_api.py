@@ -91,4 +91,4 @@ def test_every_error_is_defined_in_errors() -> None:
 @pytest.mark.parametrize("cls", [hf_cb.CBConfig, hf_cb.EngineStats, hf_cb.StepRecord, hf_cb.GenerationResult])
 def test_data_is_frozen(cls: type) -> None:
     assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    assert not hasattr(cls, "__dict__") or "__slots__" in vars(cls)
+    assert "__slots__" in vars(cls)

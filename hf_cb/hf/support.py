@@ -62,7 +62,8 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
         raise UnservableError("its forward takes no position_ids")
     embeddings: Any = twin.get_input_embeddings()  # type: ignore[operator]
     vocab_size, device = embeddings.weight.shape[0], embeddings.weight.device
-    rows = _probe_rows(vocab_size, device)
+    longest = min(_LONGEST_PROBE, _max_positions(twin) or _LONGEST_PROBE)
+    rows = _probe_rows(vocab_size, longest, device)
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):  # the engine's thread knows nothing of the caller's
             plain = [_plain_logits(twin, row) for row in rows]
@@ -136,9 +137,10 @@ def _query_scale_span(model: nn.Module) -> int | None:
     return min(spans, default=None)
 
 
-def _probe_rows(vocab_size: int, device: torch.device) -> list[torch.Tensor]:
+def _probe_rows(vocab_size: int, longest: int, device: torch.device) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, vocab_size, (n,), generator=generator).to(device) for n in (_LONGEST_PROBE, 36)]
+    lengths = (longest, min(longest, 36))
+    return [torch.randint(0, vocab_size, (n,), generator=generator).to(device) for n in lengths]
 
 
 def _plain_logits(twin: nn.Module, row: torch.Tensor) -> torch.Tensor:
@@ -209,6 +211,8 @@ def _run_packed(forward: Forward, port: AttentionPort, rows: list[list[int]], de
             for i, part in parts
             if part
         )
+        if not scheduled:
+            break
         total = sum(len(row.token_ids) for row in scheduled)
         batch = build_input_batch(SchedulerOutput(scheduled, total), _BLOCK_SIZE, device)
         port.begin(batch.step)

@@ -1,22 +1,28 @@
-"""What happens to the whole process: its exit, a fork, Ctrl-C. Each in a process of its own."""
+"""What happens to the whole process: its exit, a fork, Ctrl-C. Each script in a process of its own."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(60)  # each starts an interpreter and imports torch; the checks inside have limits of their own
+pytestmark = [
+    pytest.mark.timeout(40),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork"),
+]
 
-TESTS = Path(__file__).parents[1]
+FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 QUICK = 3.0  # seconds from a script's last line to the end of its process
 
-PRELUDE = """
-import atexit, contextlib, os, signal, sys, threading, time
+# Importing torch takes seconds, so one process imports it and starts nothing; each script runs, and exits, in a fork of that.
+NURSERY = """
+import atexit, contextlib, json, os, signal, sys, threading, time
 # Registered before ours, so that it runs after it.
 atexit.register(lambda: print(sum(thread.name == "hf_cb-engine" for thread in threading.enumerate()), "engines run on"))
 import torch
@@ -24,37 +30,71 @@ torch.set_num_threads(1)
 import hf_cb
 from serving import LONG, SMALL, ask, long_row, rows, submit, submit_long, tiny_llama, wait_until
 
+long_row(), rows()  # computed here, not while somebody waits for what needs them
+
 def wait_in_a_daemon(call):
     def wait():
         with contextlib.suppress(hf_cb.EngineClosedError):
             call()
     threading.Thread(target=wait, daemon=True).start()
 
+for line in sys.stdin:
+    script, out, err = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(out, os.O_WRONLY), 1)
+        os.dup2(os.open(err, os.O_WRONLY), 2)
+        exec(script)
+        break
+    _, status = os.waitpid(child, 0)
+    print(json.dumps([os.waitstatus_to_exitcode(status), time.time()]), flush=True)
+"""
+PRELUDE = """
 model = tiny_llama()
-row = rows(count=4)[2]
+row = rows()[2]
 engine = hf_cb.install(model, **SMALL)
 """
 POSTLUDE = """
 print("left at", time.time(), flush=True)
 """
 
+Run = Callable[[str], tuple[str, float]]
 
-def run(script: str) -> tuple[str, float]:
-    """Run to a good end; what it printed after the script's last line, and the seconds it took from there."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "concurrency")])}
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", PRELUDE + script + POSTLUDE],
-        capture_output=True,
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    path = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-c", NURSERY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=50,
-        env=environment,
-        check=False,
-    )
-    ended = time.time()
-    assert (done.returncode, done.stderr) == (0, "")
-    _, _, left = done.stdout.partition("left at ")
-    time_left, _, rest = left.partition("\n")
-    return rest, ended - float(time_left)
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    ) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)  # and what it may have left
+
+
+@pytest.fixture
+def run(nursery: subprocess.Popen[str], tmp_path: Path) -> Run:
+    """Runs a script to its good end: what it printed after its last line, and how long its process took from there."""
+    out, err = tmp_path / "out", tmp_path / "err"
+    out.touch()
+    err.touch()
+
+    def run_script(script: str) -> tuple[str, float]:
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        print(json.dumps([PRELUDE + script + POSTLUDE, str(out), str(err)]), file=nursery.stdin, flush=True)
+        code, ended = json.loads(nursery.stdout.readline())
+        assert err.read_text() == ""
+        assert code == 0
+        _, _, left = out.read_text().partition("left at ")
+        time_left, _, rest = left.partition("\n")
+        return rest, ended - float(time_left)
+
+    return run_script
 
 
 EXITS = {
@@ -81,7 +121,7 @@ thread.start()
 
 
 @pytest.mark.parametrize("script", EXITS.values(), ids=EXITS)
-def test_exit(script: str) -> None:
+def test_exit(run: Run, script: str) -> None:
     out, seconds = run(script)
     assert seconds < QUICK
     assert out == ("True\n" if "print" in script else "") + "0 engines run on\n"
@@ -122,13 +162,11 @@ else:
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_fork() -> None:
+def test_fork(run: Run) -> None:
     run(FORK)
 
 
 INTERRUPT = """
-long_row()  # computed here, not while somebody waits for what it is needed for
 handles, submit_all = [], engine.submit_all
 engine.submit_all = lambda requests: handles.extend(submit_all(requests)) or handles[-len(requests):]
 interrupted_at = []
@@ -173,5 +211,5 @@ assert finished[hf_cb.FinishReason.CANCELLED] == 7 and finished[hf_cb.FinishReas
 """
 
 
-def test_ctrl_c_in_a_waiting_caller() -> None:
+def test_ctrl_c_in_a_waiting_caller(run: Run) -> None:
     run(INTERRUPT)

@@ -58,9 +58,13 @@ def test_wrong_submit_options(duo: seam.Duo, name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], [[]], torch.zeros(0, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long), "w1 w2", b"12", 5, None]
-    + [[1.5], [True], [[3], [4]], torch.zeros(2, 2, dtype=torch.long), torch.zeros(3), [None], {3, 4}, [[[3]]]]
-)  # fmt: skip
+    "prompt",
+    [
+        *([], [[]], torch.zeros(0, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long)),
+        *("w1 w2", b"12", 5, None, {3, 4}, [1.5], [True], [None], torch.zeros(3)),
+        *([[3], [4]], [[[3]]], torch.zeros(2, 2, dtype=torch.long)),
+    ],
+)
 def test_prompts_that_are_none(duo: seam.Duo, prompt: Any) -> None:
     with pytest.raises(hf_cb.InvalidArgumentError, match=r"^input_ids: takes "):
         duo.engine.submit(prompt, max_new_tokens=4)
