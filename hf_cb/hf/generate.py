@@ -69,6 +69,8 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
     for name in _NEED_THE_TOKENIZER:
         if _effective(model, arguments, name):
             return f"option {name}"
+    if (cache := _effective(model, arguments, "cache_implementation")) in ("quantized", "paged"):
+        return f"option cache_implementation={cache!r}: another result"
     if arguments.get("cache_implementation") == "paged":
         return "option cache_implementation='paged'"  # transformers leaves for its own batching before the preamble
     return None
@@ -152,8 +154,6 @@ def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
             if getattr(config, name, None):
                 raise GoNativeError(f"option {name}")
-    if config.cache_implementation in ("quantized",):
-        raise GoNativeError("a quantized cache changes the result")
     if call.input_ids.numel() == 0:
         raise InvalidArgumentError(f"input_ids: takes at least one row of at least one token; got {list(call.input_ids.shape)}")
     max_new_tokens, eos = _stopping(call)

@@ -53,6 +53,8 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
     config: Any = model.config
     if config.is_encoder_decoder:
         raise UnservableError("encoder-decoder model")
+    if _has_hooks(model):
+        raise UnservableError("forward hooks on its modules: they would see packed rows, on the engine's thread")
     try:
         twin = make_twin(model)
     except Exception as error:
@@ -103,6 +105,13 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
         stretches=_query_scale_span(twin) is not None or any(map(rope_follows_length, twin.modules())),
         max_step_tokens=_query_scale_span(twin),
     )
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Whether modules have forward hooks of the user's. transformers' and accelerate's own know how the model is run."""
+    hooks = (hook for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks) for hook in table.values())
+    owners = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks)
+    return any(owner.partition(".")[0] not in ("transformers", "accelerate") for owner in owners)
 
 
 def _brief(error: Exception) -> str:

@@ -47,8 +47,9 @@ def test_one_row_that_ends_early(duo: seam.Duo) -> None:
 
 def test_rows_that_end_at_different_steps(duo: seam.Duo) -> None:
     batch = seam.left_padded(seam.prompts(5, 9, 2))
-    events = streamed(duo, **batch, max_new_tokens=NEW, eos_token_id=list(range(3, models.VOCAB, 9)), pad_token_id=seam.PAD)
-    ended = [sum(token == seam.PAD for token in values) for _, _, values in events[1:-1]]
+    ends, pad = list(range(3, models.VOCAB, 9)), 1
+    events = streamed(duo, **batch, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=pad)
+    ended = [sum(token == pad for token in values) for _, _, values in events[1:-1]]
     assert len(set(ended)) > 1
 
 

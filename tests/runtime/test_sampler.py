@@ -90,6 +90,13 @@ def test_rows_that_come_and_go() -> None:
     assert got == [by_transformers(logits[:, i], params) for i, params in enumerate(PARAMS)]
 
 
+def test_the_end_is_held_back_for_so_many_tokens() -> None:
+    rows = [state(SamplingParams(min_new_tokens=n)) for n in (0, 1, 3)]
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 3], logits[:, 17], logits[:, 5] = 3.0, 2.0, 1.0
+    assert [sample(logits, rows).tokens for _ in range(4)] == [[3, 5, 5], [3, 3, 5], [3, 3, 5], [3, 3, 3]]
+
+
 def test_an_end_outside_the_vocabulary_holds_nothing_back() -> None:
     rows = [state(SamplingParams(min_new_tokens=2), frozenset({-1, VOCAB, 1 << 70})), state(SamplingParams(min_new_tokens=2))]
     logits = torch.zeros(2, VOCAB)

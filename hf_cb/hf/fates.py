@@ -1,0 +1,143 @@
+"""What becomes of every option of `generate()`. The README's table is made from this; a test walks transformers' own list.
+
+The decision itself is taken in `generate.py`, on what transformers has made of the options (its processors and criteria).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Where = Literal["engine", "native"]
+
+
+class Fate(NamedTuple):
+    """Where a call that uses this option runs, and what there is to say about it."""
+
+    where: Where
+    note: str = ""
+
+
+_SAME = "changes how plain generate computes, not what: no effect"
+_LATER = "a logits processor of transformers"
+_MODE = "a decoding mode of its own"
+
+FATES: dict[str, Fate] = {
+    # Arguments of generate() itself
+    "inputs": Fate("engine", "token ids, also as `input_ids`; without any, the bos token"),
+    "generation_config": Fate("engine", "merged by transformers"),
+    "attention_mask": Fate("engine", "left padding; any other mask runs natively"),
+    "streamer": Fate("engine", "on the caller's thread"),
+    "seed": Fate("engine", "ours: row i of a call gets what plain generate gives it after `torch.manual_seed(seed + i)`"),
+    "logits_processor": Fate("native", "custom ones"),
+    "stopping_criteria": Fate("native", "custom ones"),
+    "prefix_allowed_tokens_fn": Fate("native", _LATER),
+    "synced_gpus": Fate("native", "if true"),
+    "assistant_model": Fate("native", _MODE),
+    "negative_prompt_ids": Fate("native", "classifier-free guidance"),
+    "negative_prompt_attention_mask": Fate("native", "classifier-free guidance"),
+    "custom_generate": Fate("native"),
+    "kwargs": Fate("native", "arguments of the model's forward, such as `inputs_embeds`, `position_ids`, `pixel_values`"),
+    # Length and ends
+    "max_new_tokens": Fate("engine"),
+    "max_length": Fate("engine"),
+    "min_new_tokens": Fate("engine"),
+    "min_length": Fate("engine"),
+    "eos_token_id": Fate("engine", "one or several"),
+    "pad_token_id": Fate("engine"),
+    "bos_token_id": Fate("engine"),
+    "max_time": Fate("native", "a stopping criterion of transformers"),
+    "stop_strings": Fate("native"),
+    "token_healing": Fate("native"),
+    # Choosing tokens
+    "do_sample": Fate("engine"),
+    "temperature": Fate("engine"),
+    "top_k": Fate("engine"),
+    "top_p": Fate("engine"),
+    "num_return_sequences": Fate("engine", "with sampling; each is a request of its own"),
+    **dict.fromkeys(
+        (
+            "min_p",
+            "top_h",
+            "typical_p",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "repetition_penalty",
+            "encoder_repetition_penalty",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "bad_words_ids",
+            "sequence_bias",
+            "suppress_tokens",
+            "begin_suppress_tokens",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "exponential_decay_length_penalty",
+            "renormalize_logits",
+            "remove_invalid_values",
+            "watermarking_config",
+            "guidance_scale",
+        ),
+        Fate("native", _LATER),
+    ),
+    # Decoding modes
+    **dict.fromkeys(
+        (
+            "num_beams",
+            "num_beam_groups",
+            "diversity_penalty",
+            "length_penalty",
+            "early_stopping",
+            "constraints",
+            "force_words_ids",
+            "penalty_alpha",
+            "dola_layers",
+            "low_memory",
+            "prompt_lookup_num_tokens",
+            "max_matching_ngram_size",
+            "speculation_type",
+            "use_mtp",
+            "is_assistant",
+            "num_assistant_tokens",
+            "num_assistant_tokens_schedule",
+            "assistant_confidence_threshold",
+            "assistant_early_exit",
+            "assistant_ensemble_weight",
+            "assistant_lookbehind",
+            "target_lookbehind",
+        ),
+        Fate("native", _MODE),
+    ),
+    # Results
+    "return_dict_in_generate": Fate("engine", "`sequences`; the cache stays with the engine"),
+    "output_scores": Fate("native"),
+    "output_logits": Fate("native"),
+    "output_attentions": Fate("native"),
+    "output_hidden_states": Fate("native"),
+    # Plain generate's own machinery
+    "use_cache": Fate("engine", _SAME),
+    "cache_implementation": Fate("engine", 'no effect; "quantized" and "paged" run natively, for their results differ'),
+    "cache_config": Fate("engine", _SAME),
+    "max_cache_len": Fate("engine", _SAME),
+    "prefill_chunk_size": Fate("engine", _SAME),
+    "compile_config": Fate("engine", _SAME),
+    "disable_compile": Fate("engine", _SAME),
+    "continuous_batching_config": Fate("engine", "belongs to transformers' `generate_batch`: no effect on `generate`"),
+    "decoder_start_token_id": Fate("engine", "belongs to encoder-decoder models, which run natively"),
+    "transformers_version": Fate("engine", "a record"),
+}
+"""Every field of GenerationConfig and every parameter of `generate()`, of all versions of transformers that we know."""
+
+
+def markdown() -> str:
+    """The table, options of equal fate together."""
+    groups: dict[Fate, list[str]] = {}
+    for option, fate in FATES.items():
+        groups.setdefault(fate, []).append(option)
+    lines = ["| runs | options | |", "|---|---|---|"]
+    for where in ("engine", "native"):
+        lines += [
+            f"| {where} | {', '.join(f'`{option}`' for option in options)} | {fate.note} |"
+            for fate, options in groups.items()
+            if fate.where == where
+        ]
+    return "\n".join(lines)

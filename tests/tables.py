@@ -1,0 +1,54 @@
+"""The README's tables, made from the code: `python tests/tables.py` writes them into the README, a test compares."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import models
+
+import hf_cb
+from hf_cb.hf import fates
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def _base(name: str) -> str:
+    return name.partition("+")[0]
+
+
+def model_table() -> str:
+    """Every architecture of the test zoo, as the probe at install finds it."""
+    served: set[str] = set()
+    native: dict[str, set[str]] = {}
+    for name in (*models.SERVED, *models.NATIVE):
+        model = models.tiny(name)
+        engine = hf_cb.install(model)
+        assert engine is not None
+        reason = engine.unsupported_reason
+        hf_cb.uninstall(model)
+        if reason is None:
+            served.add(_base(name))
+        else:
+            native.setdefault(reason, set()).add(_base(name))
+    lines = ["| runs | architectures | reason |", "|---|---|---|", f"| engine | {', '.join(sorted(served))} | |"]
+    lines += [f"| native | {', '.join(sorted(names))} | {reason} |" for reason, names in sorted(native.items())]
+    return "\n".join(lines)
+
+
+def between_marks(text: str, name: str) -> str:
+    """What the README has between `<!-- name -->` and `<!-- /name -->`."""
+    match = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", text, re.DOTALL)
+    assert match, f"the README has no marks for {name}"
+    return match[1]
+
+
+def main() -> None:
+    text = README.read_text()
+    for name, table in (("options", fates.markdown()), ("models", model_table())):
+        text = text.replace(between_marks(text, name), table)
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""What the README states from the code is what the code says; its Python runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import tables
+from transformers import GenerationConfig, GenerationMixin
+
+from hf_cb.hf import fates
+
+README = tables.README.read_text()
+
+
+def test_option_table() -> None:
+    assert tables.between_marks(README, "options") == fates.markdown(), "run: python tests/tables.py"
+
+
+def test_model_table() -> None:
+    assert tables.between_marks(README, "models") == tables.model_table(), "run: python tests/tables.py"
+
+
+def test_every_option_of_this_transformers_has_a_fate() -> None:
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    parameters = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
+    assert fields | parameters <= fates.FATES.keys()
+
+
+@pytest.mark.timeout(300)  # a cold cache prepares the model first
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(from concurrent[^`]*)```", README)
+    exec(compile(example, "README.md", "exec"), {})
+    assert "Paris" in capsys.readouterr().out
