@@ -46,7 +46,8 @@ def between_marks(text: str, name: str) -> str:
 def main() -> None:
     text = README.read_text()
     for name, table in (("options", fates.markdown()), ("models", model_table())):
-        text = text.replace(between_marks(text, name), table)
+        before = between_marks(text, name)
+        text = text.replace(f"<!-- {name} -->\n{before}\n", f"<!-- {name} -->\n{table}\n")
     README.write_text(text)
 
 
