@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import hf_cb
+from benchmarks import machine, peers
 
 PROMPT_TOKENS = 128
 NEW_TOKENS = 64
@@ -23,8 +23,7 @@ def measure(model: Any, source: Sequence[int], repeats: int, scale: float = 1.0,
     new_tokens = max(2, round(NEW_TOKENS * scale))
     rates: dict[str, list[float]] = {"plain": [], "hf_cb": []}
     outputs: dict[str, torch.Tensor] = {}
-    hf_cb.install(model, **options)
-    try:
+    with peers.installed(model, **options), machine.usage() as usage:
         # install() gives this instance a `generate` of its own; the class keeps the plain one.
         ways = {"plain": lambda **kwargs: type(model).generate(model, **kwargs), "hf_cb": model.generate}
         for round_ in tqdm(range(-1, repeats), desc="one request alone", unit="round", leave=False):
@@ -33,8 +32,6 @@ def measure(model: Any, source: Sequence[int], repeats: int, scale: float = 1.0,
                 outputs[name] = generate(**inputs, max_new_tokens=new_tokens)
                 if round_ >= 0:  # the first is the warm-up
                     rates[name].append(new_tokens / (time.perf_counter() - start))
-    finally:
-        hf_cb.uninstall(model)
     plain, ours = (statistics.median(rates[name]) for name in ("plain", "hf_cb"))
     return {
         "prompt_tokens": ids.shape[1],
@@ -42,5 +39,6 @@ def measure(model: Any, source: Sequence[int], repeats: int, scale: float = 1.0,
         "plain_tokens_per_second": plain,
         "hf_cb_tokens_per_second": ours,
         "ratio": statistics.median(b / a for a, b in zip(rates["plain"], rates["hf_cb"], strict=True)),
+        "other_cores": usage.other_cores,
         "same_tokens": torch.equal(outputs["plain"], outputs["hf_cb"]),
     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +32,35 @@ def describe() -> dict[str, Any]:
     }
 
 
-class PeakMemory:
-    """The most bytes that the process was seen to hold."""
+@dataclass(slots=True)
+class Usage:
+    """What a stretch of time took."""
 
-    def __init__(self) -> None:
-        self.bytes = resident_bytes()
+    peak_bytes: int  # the most that this process was seen to hold
+    other_cores: float | None = None  # cores that other programs kept busy, on average; None where /proc/stat doesn't tell
 
 
 @contextmanager
-def peak_memory() -> Iterator[PeakMemory]:
-    """Watches the process's resident memory while the body runs, 20 times a second: the kernel's own peak never falls again."""
-    peak, done = PeakMemory(), threading.Event()
+def usage() -> Iterator[Usage]:
+    """Watches memory and the other programs while the body runs. 20 samples a second: the kernel's own peak never falls."""
+    seen, done = Usage(resident_bytes()), threading.Event()
+    others, start = _others_cpu_seconds(), time.perf_counter()
 
     def watch() -> None:
         while not done.wait(_SAMPLE_SECONDS):
-            peak.bytes = max(peak.bytes, resident_bytes())
+            seen.peak_bytes = max(seen.peak_bytes, resident_bytes())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield peak
+        yield seen
     finally:
         done.set()
         watcher.join()
-        peak.bytes = max(peak.bytes, resident_bytes())
+        seen.peak_bytes = max(seen.peak_bytes, resident_bytes())
+        now = _others_cpu_seconds()
+        if others is not None and now is not None:
+            seen.other_cores = max(0.0, (now - others) / (time.perf_counter() - start))
 
 
 def resident_bytes() -> int:
@@ -65,6 +72,16 @@ def resident_bytes() -> int:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def _others_cpu_seconds() -> float | None:
+    """CPU time of everything but this process since the machine started."""
+    try:
+        ticks = Path("/proc/stat").read_text().split()[1:4]  # user, nice, system, over all cores
+    except OSError:
+        return None
+    own = os.times()
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
 def _cpuinfo(field: str) -> str:

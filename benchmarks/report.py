@@ -7,10 +7,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.machine import Usage
 from benchmarks.outcome import Outcome
 from benchmarks.workload import Workload
 
 Figures = dict[str, float | None]
+
+QUIET_CORES = 0.1
+"""More than this, taken by other programs, and a run counts as disturbed: torch's threads wait for each other at every op, so
+that one lost core can cost a run ten times its time, and not each peer alike."""
 
 # key, heading, factor from the stored unit to the printed one, format
 _COLUMNS = (
@@ -26,6 +31,7 @@ _COLUMNS = (
     ("mean_batch", "batch", 1, ".1f"),
     ("outside_model", "outside %", 100, ".1f"),
     ("peak_rss", "RSS MiB", 1 / (1 << 20), ".0f"),
+    ("other_cores", "others", 1, ".2f"),
     ("wall_seconds", "wall s", 1, ".1f"),
 )
 
@@ -37,7 +43,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
-def figures(outcome: Outcome, whole: Workload, peak_rss: int | None = None) -> Figures:
+def figures(outcome: Outcome, whole: Workload, usage: Usage) -> Figures:
     """One run's figures; times in seconds, memory in bytes.
 
     A run over a subset is extrapolated to the whole workload by output tokens: `wall_seconds` grows by that factor and the
@@ -58,7 +64,8 @@ def figures(outcome: Outcome, whole: Workload, peak_rss: int | None = None) -> F
         "kv_waste": outcome.kv_waste,
         "mean_batch": output_tokens / outcome.steps,
         "outside_model": outcome.outside_model,
-        "peak_rss": peak_rss,
+        "peak_rss": usage.peak_bytes,
+        "other_cores": usage.other_cores,
         "wall_seconds": outcome.wall_seconds * whole.output_tokens / output_tokens,
         "measured_requests": len(outcome.rows),
         "measured_seconds": outcome.wall_seconds,
@@ -96,6 +103,16 @@ def table(results: Mapping[str, Figures], num_requests: int) -> str:
         "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
         for line in lines
     )
+
+
+def disturbed(rounds: Sequence[Mapping[str, Figures]]) -> list[str]:
+    """The runs in which other programs kept more than `QUIET_CORES` busy, as "round peer"."""
+    return [
+        f"{number} {peer}"
+        for number, round_ in enumerate(rounds, 1)
+        for peer, run in round_.items()
+        if (run["other_cores"] or 0) > QUIET_CORES
+    ]
 
 
 def _with_ratios(round_: Mapping[str, Figures], peer: str) -> Figures:

@@ -62,9 +62,9 @@ def _compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[s
         for name, plan in plans.items():
             gc.collect()  # the memory of the peer before is not this one's
             title = f"{number + 1}/{args.repeats} {name}"
-            with tqdm(total=plan.output_tokens, desc=title, unit="tok", leave=False) as bar, machine.peak_memory() as peak:
+            with tqdm(total=plan.output_tokens, desc=title, unit="tok", leave=False) as bar, machine.usage() as usage:
                 last[name] = _run(model, name, plan, args, bar)
-            figures[name] = report.figures(last[name], workload, peak.bytes)
+            figures[name] = report.figures(last[name], workload, usage)
         rounds.append(figures)
     return {
         "workload": {
@@ -74,6 +74,7 @@ def _compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[s
         },
         "medians": report.medians(rounds),
         "rounds": rounds,
+        "disturbed": report.disturbed(rounds),
         "notes": {name: outcome.notes for name, outcome in last.items() if outcome.notes},
         "equal_requests": _equal(last) if model.dtype == torch.float32 else None,
     }
@@ -101,6 +102,8 @@ def _render(part: dict[str, Any], workload: Workload) -> str:
     for name, values in part["medians"].items():
         if values["measured_requests"] < len(workload.items):
             lines.append(f"* {name}: measured on {values['measured_requests']:.0f} requests, extrapolated by output tokens")
+    if part["disturbed"]:
+        lines.append(f"DISTURBED by other programs, don't compare: round and peer {', '.join(part['disturbed'])}")
     lines += [f"{name}: {note}" for name, note in part["notes"].items()]
     for pair, (equal, both) in (part["equal_requests"] or {}).items():
         lines.append(f"same tokens, {pair}: {equal} of {both} requests")

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from benchmarks import machine, profiling, report
+from benchmarks.machine import Usage
 from benchmarks.outcome import Outcome, Row
 from benchmarks.workload import Item, Workload
 
@@ -21,6 +28,8 @@ RUN = Outcome(
     (row(A, 1.0, 1.5), row(B, 2.0, 2.5, 3.5, 4.0, sent=0.5)), wall_seconds=4.0, steps=4, kv_waste=0.25, outside_model=0.1
 )
 
+QUIET = Usage(1, 0.0)
+
 
 @pytest.mark.parametrize(
     ("values", "percent", "expected"),
@@ -38,7 +47,7 @@ def test_percentile_is_the_nearest_rank(values, percent, expected):
 
 
 def test_figures_of_a_whole_run():
-    got = report.figures(RUN, BOTH, peak_rss=123)
+    got = report.figures(RUN, BOTH, Usage(123, 0.05))
     assert got == {
         "output_tokens_per_second": 6 / 4,
         "total_tokens_per_second": 46 / 4,
@@ -50,6 +59,7 @@ def test_figures_of_a_whole_run():
         "mean_batch": 1.5,
         "outside_model": 0.1,
         "peak_rss": 123,
+        "other_cores": 0.05,
         "wall_seconds": 4.0,
         "measured_requests": 2,
         "measured_seconds": 4.0,
@@ -57,7 +67,7 @@ def test_figures_of_a_whole_run():
 
 
 def test_a_subset_is_extrapolated_by_output_tokens():
-    got = report.figures(Outcome((row(A, 1.0, 1.5),), wall_seconds=2.0, steps=2), BOTH)
+    got = report.figures(Outcome((row(A, 1.0, 1.5),), wall_seconds=2.0, steps=2), BOTH, QUIET)
     assert got["wall_seconds"] == 2.0 * 6 / 2
     assert got["output_tokens_per_second"] == 1.0  # as measured
     assert got["measured_requests"] == 1
@@ -67,7 +77,7 @@ def test_a_subset_is_extrapolated_by_output_tokens():
 
 def test_ratios_are_taken_within_a_round():
     rounds = [
-        {name: report.figures(Outcome(RUN.rows, wall, 4), BOTH) for name, wall in walls.items()}
+        {name: report.figures(Outcome(RUN.rows, wall, 4), BOTH, QUIET) for name, wall in walls.items()}
         for walls in (
             {"locked": 40, "generate_batch": 10, "hf_cb": 5},
             {"locked": 4, "generate_batch": 2, "hf_cb": 1},
@@ -83,7 +93,7 @@ def test_ratios_are_taken_within_a_round():
 
 
 def test_a_ratio_to_a_peer_that_did_not_run_is_none():
-    got = report.medians([{"hf_cb": report.figures(RUN, BOTH)}])
+    got = report.medians([{"hf_cb": report.figures(RUN, BOTH, QUIET)}])
     assert got["hf_cb"]["ratio_to_locked"] is None
 
 
@@ -103,7 +113,12 @@ def test_a_result_with_a_token_too_few_is_refused():
 
 def test_the_table_marks_extrapolated_peers():
     results = report.medians(
-        [{"locked": report.figures(Outcome((row(A, 1.0, 1.5),), 2.0, 2), BOTH), "hf_cb": report.figures(RUN, BOTH)}]
+        [
+            {
+                "locked": report.figures(Outcome((row(A, 1.0, 1.5),), 2.0, 2), BOTH, QUIET),
+                "hf_cb": report.figures(RUN, BOTH, QUIET),
+            }
+        ]
     )
     header, locked, ours = report.table(results, 2).splitlines()
     assert locked.split()[:3] == ["locked*", "1.0", "6.0"]
@@ -125,12 +140,38 @@ def test_a_profile_adds_up_to_the_wall_clock():
     }
 
 
-def test_peak_memory_sees_what_was_held_in_between():
-    with machine.peak_memory() as peak:
-        before = peak.bytes
+def test_disturbed_runs_are_named():
+    quiet, loud, unknown = (report.figures(RUN, BOTH, Usage(1, cores)) for cores in (0.05, 0.9, None))
+    assert report.disturbed([{"a": quiet, "b": loud}, {"a": loud, "b": unknown}]) == ["1 b", "2 a"]
+
+
+def test_usage_sees_the_memory_held_in_between():
+    with machine.usage() as seen:
         held = bytearray(b"x" * (64 << 20))
-        del held
-    assert peak.bytes >= before
-    with machine.peak_memory() as peak:
-        held = bytearray(b"x" * (64 << 20))
-    assert peak.bytes >= len(held)
+    assert seen.peak_bytes >= len(held)
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux tells what other programs take")
+
+
+@on_linux
+def test_usage_counts_another_program():
+    spin = "import time; end = time.perf_counter() + 1.2\nwhile time.perf_counter() < end: pass"
+    other = subprocess.Popen([sys.executable, "-c", spin])
+    with machine.usage() as beside:
+        time.sleep(0.6)
+    assert other.wait() == 0
+    assert beside.other_cores > 0.25  # a core, or what the machine leaves of one
+
+
+@on_linux
+def test_what_this_process_takes_is_not_the_others():
+    others, everything = machine._others_cpu_seconds(), _cpu_seconds()
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+    assert (_cpu_seconds() - everything) - (machine._others_cpu_seconds() - others) > 0.4
+
+
+def _cpu_seconds() -> float:
+    return sum(map(int, Path("/proc/stat").read_text().split()[1:4])) / os.sysconf("SC_CLK_TCK")

@@ -175,6 +175,7 @@ def interrupt(paused):
     wait_until(lambda: handles and handles[-1].tokens, timeout=20)
     with engine.pause():
         held.append(engine.stats().blocks_used)
+        time.sleep(0.1)  # a signal just before a wait begins, CPython sees after it; let the waiter settle
         interrupted_at.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
         if paused:  # the request must end all the same

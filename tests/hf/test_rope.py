@@ -8,6 +8,7 @@ import models
 import pytest
 import seam
 import torch
+from torch import nn
 
 import hf_cb
 from hf_cb.hf.twin import make_twin
@@ -81,9 +82,11 @@ def test_the_twin_has_frequencies_of_its_own(case: tuple[seam.Duo, int]) -> None
     assert torch.equal(twin.model.rotary_emb.inv_freq, before)
 
 
-def test_a_twin_made_after_a_long_call_serves_short_ones(case: tuple[seam.Duo, int]) -> None:
+def test_a_twin_made_after_a_long_call_serves_short_ones(case: tuple[seam.Duo, int], caplog: pytest.LogCaptureFixture) -> None:
     duo, limit = case
     with torch.no_grad():
         duo.served(prompt(limit + 20))
-    duo.served.register_forward_pre_hook(lambda module, args: None)  # makes a new twin
-    duo.same(prompt(20), max_new_tokens=20)
+    duo.served.lm_head.weight = nn.Parameter(duo.served.lm_head.weight.detach())  # makes a new twin
+    with caplog.at_level("INFO", logger="hf_cb"):
+        duo.same(prompt(20), max_new_tokens=20)
+    assert "rebuilding" in caplog.text

@@ -88,10 +88,6 @@ def replace_parameter(model: PreTrainedModel) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().flip(0))
 
 
-def hook(model: PreTrainedModel) -> None:
-    model.model.layers[0].register_forward_hook(lambda module, args, output: output.flip(-1))
-
-
 def own_forward(model: PreTrainedModel) -> None:
     norm = model.model.norm
     norm.forward = types.MethodType(lambda self, hidden: type(self).forward(self, hidden).flip(-1), norm)
@@ -111,7 +107,7 @@ def in_place(model: PreTrainedModel) -> None:
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
 
 
-CHANGES = (replace_head, replace_parameter, hook, own_forward, drop_a_layer, lower_precision, in_place)
+CHANGES = (replace_head, replace_parameter, own_forward, drop_a_layer, lower_precision, in_place)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -124,6 +120,21 @@ def test_the_users_changes_count(llama: PreTrainedModel, change: Any) -> None:
         assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), after)
         assert list(engine.submit(PROMPT, max_new_tokens=NEW).result().tokens) == after[0, 6:].tolist()
         assert engine.stats().native_calls == {}
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_runs_on_plain_calls_alone(llama: PreTrainedModel, kind: str) -> None:
+    """Once for each forward pass of the call that it was meant for, on that call's thread, with its own tokens."""
+    seen = []
+    with hf_cb.continuous_batching(llama) as engine:
+        want = llama.generate(PROMPT, max_new_tokens=NEW)
+        handle = getattr(llama.model.layers[0], kind)(lambda module, args, *out: seen.append(args[0].shape[1]))
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)
+        assert seen == [PROMPT.shape[1], *[1] * (NEW - 1)]
+        assert ["hook" in reason for reason in engine.stats().native_calls] == [True]
+        handle.remove()
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)
+        assert sum(engine.stats().native_calls.values()) == 1
 
 
 def test_submit_alone_follows_the_model_too(llama: PreTrainedModel) -> None:

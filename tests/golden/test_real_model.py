@@ -1,0 +1,84 @@
+"""The packaged chat model over 64 prompts, in float32: every token is plain `generate()`'s, in every company."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import hf_cb
+from demo.packaged_model import load
+from demo.prompts import QUESTIONS
+
+NUM_THREADS = 16
+pytestmark = pytest.mark.timeout(600)  # seconds: plain generate, a row at a time, is the slow part
+
+Answers = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def model_and_prompts() -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    model, tokenizer = load()
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:32]]
+    chats += [[{"role": "system", "content": "Answer in one word."}, *chat] for chat in chats]
+    prompts = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True) for chat in chats
+    ]
+    assert len(prompts) == 64
+    return model, prompts
+
+
+@pytest.fixture(scope="module")
+def plain(model_and_prompts: tuple[Any, list[dict[str, torch.Tensor]]]) -> Answers:
+    model, prompts = model_and_prompts
+    return [answer(model, i, prompt) for i, prompt in enumerate(prompts)]
+
+
+def answer(model: Any, index: int, prompt: dict[str, torch.Tensor]) -> list[int]:
+    out = model.generate(**prompt, max_new_tokens=4 + index % 9, do_sample=False)
+    return list(out[0, prompt["input_ids"].shape[1] :].tolist())
+
+
+def one_by_one(model: Any, prompts: list[dict[str, torch.Tensor]]) -> Answers:
+    return [answer(model, i, prompt) for i, prompt in enumerate(prompts)]
+
+
+def at_random_moments(model: Any, prompts: list[dict[str, torch.Tensor]]) -> Answers:
+    pauses = random.Random(0)
+
+    def later(job: tuple[int, dict[str, torch.Tensor], float]) -> list[int]:
+        index, prompt, pause = job
+        time.sleep(pause)
+        return answer(model, index, prompt)
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        return list(threads.map(later, [(i, prompt, pauses.uniform(0, 0.3)) for i, prompt in enumerate(prompts)]))
+
+
+@pytest.mark.parametrize(
+    ("ask", "options"),
+    [
+        pytest.param(one_by_one, {}, id="alone"),
+        pytest.param(at_random_moments, {}, id="together"),
+        pytest.param(at_random_moments, {"max_batch_tokens": 16}, id="token budget 16"),
+        pytest.param(at_random_moments, {"num_blocks": 20, "block_size": 8}, id="small pool"),
+    ],
+)
+def test_tokens(
+    model_and_prompts: tuple[Any, list[dict[str, torch.Tensor]]],
+    plain: Answers,
+    ask: Callable[[Any, list[dict[str, torch.Tensor]]], Answers],
+    options: dict[str, int],
+) -> None:
+    model, prompts = model_and_prompts
+    with hf_cb.continuous_batching(model, **options) as engine:
+        assert ask(model, prompts) == plain
+        stats = engine.stats()
+    assert stats.native_calls == {}
+    assert stats.output_tokens == sum(map(len, plain))
+    assert (stats.preemptions > 0) == ("num_blocks" in options)
