@@ -15,7 +15,7 @@ Figures = dict[str, float | None]
 
 QUIET_CORES = 0.1
 """More than this, taken by other programs, and a run counts as disturbed: torch's threads wait for each other at every op, so
-that one lost core can cost a run ten times its time, and not each peer alike."""
+that one lost core of two makes a step about five times slower, for whichever peer it hits."""
 
 # key, heading, factor from the stored unit to the printed one, format
 _COLUMNS = (

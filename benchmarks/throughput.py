@@ -111,6 +111,7 @@ def _render(part: dict[str, Any], workload: Workload) -> str:
         f"one request alone ({single['prompt_tokens']} in, {single['new_tokens']} out): plain generate "
         f"{single['plain_tokens_per_second']:.1f} tok/s, hf_cb {single['hf_cb_tokens_per_second']:.1f} tok/s, "
         f"x {single['ratio']:.2f}, same tokens: {single['same_tokens']}"
+        + (" (DISTURBED)" if (single["other_cores"] or 0) > report.QUIET_CORES else "")
     )
     return "\n".join(lines)
 

@@ -152,7 +152,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         if reason is None:
             try:
                 return generate(self.engine, self.original, arguments, seed)
-            except GoNativeError as error:
+            except (GoNativeError, UnsupportedModelError) as error:  # the latter: another caller's refresh came between
                 reason = str(error)
         if self.config.fallback == "error":
             raise UnsupportedCallError(f"the engine cannot serve this call ({reason}) and fallback='error'")
@@ -266,6 +266,7 @@ def install(
         made = cls(model, settings)
         made.attach()
         vars(model)["generate"] = _Generate(model, made)
+    release_pool()  # often the main thread, which loaded the model with it and will do no more than wait
     return made.engine
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from hf_cb.config import CBConfig, ResolvedConfig
 from hf_cb.errors import EngineClosedError, InvalidArgumentError, RequestTooLongError, UnsupportedModelError
 from hf_cb.handle import GenerationHandle, GenerationResult, OutputQueue
-from hf_cb.options import Defaults, make_request
+from hf_cb.options import Defaults, check_seed, make_request
 from hf_cb.request import Request
 from hf_cb.runtime.threads import release_pool
 from hf_cb.stats import EngineStats, StepRecord
@@ -89,6 +89,8 @@ class Engine:
         """
         self._follow_model()
         seed = options.pop("seed", None)
+        if seed is not None:
+            check_seed(seed)
         requests = [
             self.make_request(prompt, seed=None if seed is None else seed + i, **options) for i, prompt in enumerate(prompts)
         ]
@@ -130,10 +132,15 @@ class Engine:
         """Queue validated requests, all or none."""
         self.served()
         worker = self._worker
-        assert worker is not None
         release_pool()
         queues = [OutputQueue(request) for request in requests]
-        worker.submit(queues)
+        try:
+            if worker is None:
+                raise EngineClosedError("the engine takes no more requests")
+            worker.submit(queues)
+        except EngineClosedError:
+            self.served()  # if it is not the engine that was closed, but its model that can't be served any more: says so
+            raise
         return [GenerationHandle(queue, worker.abort, worker.forget) for queue in queues]
 
     # -- operation --------------------------------------------------------------------------------------------------------
@@ -210,10 +217,10 @@ class Engine:
             self._worker.replace(served.machinery)
         elif served is not None:
             self._start(served)
-        elif self._worker is not None:
-            self._worker.close(drain=True)
-            self._worker = None
         self._served, self._reason = served, reason
+        if served is None and self._worker is not None:
+            worker, self._worker = self._worker, None
+            worker.close(drain=True)
 
     def count_native(self, reason: str) -> None:
         """Note a call that ran plain generate, and why."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_cb.errors import InvalidArgumentError
+from hf_cb.errors import InvalidArgumentError, UnsupportedCallError
 from hf_cb.request import Request, SamplingParams
 
 
@@ -22,6 +22,7 @@ class Defaults:
     max_positions: int | None = None  # where that default ends early
     eos_token_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    unserved: tuple[str, ...] = ()  # options that are set there and that a request has no form of
 
 
 _DEFAULT_NEW_TOKENS = 20
@@ -37,6 +38,11 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
     for name in options:
         if name not in OPTIONS:
             raise InvalidArgumentError(f"{name}: no such option of submit; it takes {', '.join(OPTIONS)}")
+    if defaults.unserved:
+        raise UnsupportedCallError(
+            f"{defaults.unserved[0]}: set in the model's generation_config, and submit has no form of it; "
+            f"model.generate() serves it natively"
+        )
     prompt = token_ids(input_ids)
     max_new_tokens = options.get("max_new_tokens")
     if max_new_tokens is None:

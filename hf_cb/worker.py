@@ -25,9 +25,16 @@ import torch
 
 from hf_cb.core.output import Emission, SchedulerOutput
 from hf_cb.core.scheduler import Scheduler
-from hf_cb.errors import EngineClosedError, EngineDeadError, HFCBError, RequestFailedError, UnsupportedCallError
+from hf_cb.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    HFCBError,
+    InvalidArgumentError,
+    RequestFailedError,
+    UnsupportedCallError,
+)
 from hf_cb.handle import OutputQueue
-from hf_cb.request import FinishReason
+from hf_cb.request import FinishReason, Request
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.stats import Meter, StepRecord
 
@@ -204,33 +211,38 @@ class Worker:
 
         No queue is closed under the lock: a finalizer that takes it may run on a thread that holds a queue's.
         """
-        early: list[OutputQueue] = []
+        early: list[tuple[OutputQueue, FinishReason, HFCBError | None]] = []
         with self._changed:
             while self._inbox_is_ready():
                 item = self._inbox.popleft()
                 if isinstance(item, _Replacement):
                     self.machinery = item.machinery
                     item.done.set()
-                else:
+                    continue
+                try:
                     self._add(item)
+                except InvalidArgumentError as refusal:
+                    # Checked against machinery that was replaced since, by one with fewer blocks; or here already.
+                    early.append((item, FinishReason.FAILED, refusal))
             aborts, self._aborts = set(self._aborts), []
             while self._forgotten:
                 aborts.add(self._forgotten.popleft())
-            for item in list(self._inbox) if aborts else ():
-                # Still behind a barrier: the machinery has not seen it.
-                if isinstance(item, OutputQueue) and item.request.request_id in aborts:
+            for item in list(self._inbox):  # behind a barrier: the machinery has not seen it
+                reason = _ended_early(item.request, aborts) if isinstance(item, OutputQueue) else None
+                if isinstance(item, OutputQueue) and reason is not None:
                     self._inbox.remove(item)
-                    early.append(item)
-        for queue in early:
-            queue.close(FinishReason.CANCELLED)
+                    early.append((item, reason, None))
+        for queue, finish_reason, error in early:
+            self.meter.finished[finish_reason] += 1
+            queue.close(finish_reason, error)
         for request_id in aborts:
             self._finish(request_id, FinishReason.CANCELLED)
 
     def _add(self, queue: OutputQueue) -> None:
         request = queue.request
+        self.machinery.scheduler.add(request)
         self._queues[request.request_id] = queue
         self.machinery.runner.add(request)
-        self.machinery.scheduler.add(request)
         self.meter.prompt_tokens += len(request.prompt)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
@@ -336,6 +348,14 @@ class Worker:
         for queue in queues:
             queue.reset_lock_after_fork()
             queue.close(FinishReason.FAILED, EngineDeadError(str(self._dead)))
+
+
+def _ended_early(request: Request, aborts: set[int]) -> FinishReason | None:
+    if request.request_id in aborts:
+        return FinishReason.CANCELLED
+    if request.deadline is not None and request.deadline <= time.monotonic():
+        return FinishReason.TIMEOUT
+    return None
 
 
 def _failed(message: str, cause: BaseException | None) -> RequestFailedError:

@@ -29,6 +29,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from hf_cb.engine import Engine
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.handle import GenerationHandle
+from hf_cb.hf.fates import FATES
 from hf_cb.options import Defaults, check_seed
 from hf_cb.request import Request, SamplingParams
 
@@ -48,6 +49,10 @@ _KNOWN_ARGUMENTS = frozenset(
 )
 # Fields that transformers' preamble can only handle with arguments that it does not pass on to a custom decoding function.
 _NEED_THE_TOKENIZER = ("stop_strings", "token_healing")
+
+
+# What the fields that run natively hold where they do nothing. (What needs another one to do something is off by itself.)
+_OFF: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
 
 
 class GoNativeError(Exception):
@@ -126,9 +131,7 @@ def generate(engine: Engine, original: Callable[..., Any], arguments: dict[str, 
     ) -> Any:
         call = _Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs.get("attention_mask"))
         requests = _requests(engine, call, seed)
-        if streamer is not None and recorder is not None:
-            streamer.put(recorder.prompt)
-        return _run(engine, call, requests, streamer)
+        return _run(engine, call, requests, streamer, recorder.prompt if recorder else None)
 
     return original(**{**arguments, "streamer": recorder, "custom_generate": decode})
 
@@ -239,12 +242,15 @@ def _prompts(call: _Call) -> list[tuple[int, ...]]:
     return [tuple(row[len(row) - n :]) for row, n in zip(ids, kept.sum(dim=1).tolist(), strict=True)]
 
 
-def _run(engine: Engine, call: _Call, requests: list[Request], streamer: BaseStreamer | None) -> Any:
+def _run(
+    engine: Engine, call: _Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
+) -> Any:
     handles = engine.submit_all(requests)
     pad = call.config._pad_token_tensor
     pad_token = int(pad) if pad is not None else 0
     try:
         if streamer is not None:
+            streamer.put(prompt)
             _stream(handles, pad_token, streamer)
         rows = [handle.result().tokens for handle in handles]
     except BaseException:
@@ -285,4 +291,7 @@ def defaults_of(config: GenerationConfig, max_positions: int | None) -> Defaults
         top_p=float(value("top_p", 1.0)),
         min_new_tokens=int(value("min_new_tokens", 0)),
     )
-    return Defaults(config.max_new_tokens, config.max_length, max_positions, frozenset(ids), sampling)
+    unserved = tuple(name for name, fate in FATES.items() if fate.where == "native" and getattr(config, name, None) not in _OFF)
+    if getattr(config, "min_length", None):
+        unserved = ("min_length", *unserved)  # it counts the prompt, which `min_new_tokens` does not
+    return Defaults(config.max_new_tokens, config.max_length, max_positions, frozenset(ids), sampling, unserved)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from hf_cb.attention.step import LayerKV, LayerSpec
@@ -13,7 +15,7 @@ class KVCache:
     """Key and value blocks of every layer, indexed alike: block b of the pool is block b in each layer's tensors."""
 
     def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> None:
-        """Allocate. Zeroed memory: on a CPU the pages are only taken when they are first written."""
+        """Allocate zeroed memory; on a CPU, pages take room only from when they are first written."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers: tuple[LayerKV, ...] = tuple(
@@ -22,4 +24,7 @@ class KVCache:
 
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
         shape = (self.num_blocks, self.block_size, spec.num_kv_heads, head_size)
-        return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        if spec.device.type != "cpu":
+            return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        # numpy leaves the zeroing to the system, page by page at first use; torch.zeros would write, and take, all of it now.
+        return torch.from_numpy(np.zeros(math.prod(shape) * spec.dtype.itemsize, np.uint8)).view(spec.dtype).view(shape)

@@ -8,7 +8,7 @@ from serving import Gate, ask, plain, rows, submit, together
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb import FinishReason, RequestTooLongError
+from hf_cb import FinishReason, InvalidArgumentError, RequestTooLongError
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -72,3 +72,15 @@ def test_no_request_shares_an_id(llama: PreTrainedModel) -> None:
 
         assert together([submit_some] * 8) == [None] * 8
     assert len(set(ids)) == 40
+
+
+def test_a_request_that_is_here_already(llama: PreTrainedModel) -> None:
+    row = rows()[0]
+    with hf_cb.continuous_batching(llama, **POOL) as engine, Gate(engine) as gate:
+        request = engine.make_request(row.prompt, max_new_tokens=len(row.tokens))
+        first, second = engine.submit_all([request, request])
+        with pytest.raises(InvalidArgumentError, match="again"):
+            second.result()
+        gate.let(float("inf"))
+        assert first.result().tokens == row.tokens
+        assert ask(llama, row) == row.tokens

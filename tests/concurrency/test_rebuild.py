@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
-from serving import SMALL, Gate, Row, ask, long_row, plain, rows, submit, together, wait_until
+from serving import SMALL, Gate, Row, ask, long_row, plain, rows, submit, submit_long, together, wait_until
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import hf_cb
 from hf_cb import Engine, RequestFailedError
@@ -33,11 +37,18 @@ def wrap_module(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Tanh())  # as adapters do
 
 
-def add_hook(model: PreTrainedModel) -> None:
-    model.model.layers[2].register_forward_hook(lambda module, args, output: -output)
+CHANGES = [replace_module, replace_parameter, wrap_module]
 
 
-CHANGES = [replace_module, replace_parameter, wrap_module, add_hook]
+class Streamer(BaseStreamer):
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def put(self, value: torch.Tensor) -> None:
+        self._tokens.extend(value.flatten().tolist())
+
+    def end(self) -> None:
+        pass
 
 
 def by_generate(model: PreTrainedModel, engine: Engine, row: Row) -> tuple[int, ...]:
@@ -87,6 +98,86 @@ def test_with_calls_in_flight(llama: PreTrainedModel, change: Callable[[PreTrain
         assert engine.stats().native_calls == {}
 
 
+def add_hook(model: PreTrainedModel, result: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
+    """A change that the engine cannot serve."""
+    return model.lm_head.register_forward_hook(lambda module, args, output: result(output))
+
+
+def test_a_change_that_cannot_be_served(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, max_batch_size=2, **SMALL) as engine, Gate(engine) as gate:
+        worker = engine._worker
+        before = [submit(engine, row) for row in rows()[:3]]
+        gate.let(2)
+        gate.arrival()
+        hook = add_hook(llama, lambda output: -output)
+        truths = [plain(llama, row.prompt, len(row.tokens)) for row in rows()[:8]]
+
+        def let() -> None:
+            wait_until(lambda: worker._closing)
+            with pytest.raises(hf_cb.UnsupportedModelError, match="hooks"):
+                engine.submit_all([engine.make_request([5])])  # no waiting for those in flight either
+            gate.let(float("inf"))
+
+        *after, _ = together([*(lambda row=row: ask(llama, row) for row in rows()[:8]), let])
+        assert after == truths
+        assert [handle.result().tokens for handle in before] == [row.tokens for row in rows()[:3]]
+        assert sum(engine.stats().native_calls.values()) == 8
+        with pytest.raises(hf_cb.UnsupportedModelError, match="hooks"):
+            submit(engine, rows()[0])
+        hook.remove()
+        assert by_submit(llama, engine, rows()[0]) == rows()[0].tokens
+        assert ask(llama, rows()[1]) == rows()[1].tokens
+        assert sum(engine.stats().native_calls.values()) == 8
+
+
+def test_changes_to_and_fro_while_calls_come_in(llama: PreTrainedModel) -> None:
+    """Which call runs natively is a matter of moments; none fails, and none is wrong."""
+    stop = threading.Event()
+
+    def serve(first: int) -> int:
+        done = 0
+        while not stop.is_set():
+            row = rows()[(first + done) % len(rows())]
+            streamed: list[int] = []
+            streamer = Streamer(streamed) if done % 2 else None
+            assert ask(llama, row, streamer=streamer) == row.tokens
+            assert not streamer or tuple(streamed) == (*row.prompt, *row.tokens)
+            done += 1
+        return done
+
+    def change() -> int:
+        try:
+            for i in range(12):
+                hook = add_hook(llama, lambda output: None)
+                time.sleep(0.02 + 0.005 * i)
+                hook.remove()
+                time.sleep(0.02 + 0.005 * i)
+            return 1
+        finally:
+            stop.set()
+
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+        results = together([*(lambda i=i: serve(i) for i in range(8)), change])
+        assert all(isinstance(result, int) and result for result in results), results
+        assert ask(llama, rows()[0]) == rows()[0].tokens
+        assert engine.stats().native_calls
+
+
+def test_a_pool_that_shrinks_after_the_check(llama: PreTrainedModel) -> None:
+    """A request that no longer fits is refused by itself: it does not take the engine down."""
+    with hf_cb.continuous_batching(llama, block_size=4, kv_cache_memory=1 << 16) as engine:
+        tokens = engine.config.num_blocks * 4
+        request = engine.make_request([5] * (tokens - 10), max_new_tokens=10)
+        llama.to(torch.float64)
+        truth = plain(llama, rows()[0].prompt, len(rows()[0].tokens))
+        assert ask(llama, rows()[0]) == truth
+        assert engine.config.num_blocks * 4 < tokens - 10
+        (handle,) = engine.submit_all([request])
+        with pytest.raises(hf_cb.RequestTooLongError, match="KV cache"):
+            handle.result()
+        assert ask(llama, rows()[0]) == truth
+
+
 def test_it_is_rebuilt_once_for_all(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     init = Scheduler.__init__
@@ -100,24 +191,47 @@ def test_it_is_rebuilt_once_for_all(llama: PreTrainedModel, monkeypatch: pytest.
 
 
 def test_cancelled_and_timed_out_behind_the_rebuilding(llama: PreTrainedModel) -> None:
+    """They need not wait for what they will not use."""
     with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        before = submit(engine, long_row())
+        before = submit_long(engine)
         gate.arrival()
         replace_module(llama)
+        row = rows()[1]
 
-        def let() -> None:
+        def end_early() -> None:
             wait_until(lambda: engine._worker._inbox)
+            requests = [engine.make_request(row.prompt, timeout=timeout) for timeout in (None, 0.01)]
+            cancelled, timed_out = engine.submit_all(requests)
+            cancelled.cancel()
+            time.sleep(0.01)
+            gate.let(1)
+            gate.arrival()
+            with pytest.raises(hf_cb.RequestCancelledError):
+                cancelled.result(timeout=5)
+            with pytest.raises(hf_cb.RequestTimeoutError, match="deadline"):
+                timed_out.result(timeout=5)
+            assert not before.done
+            before.cancel()
             gate.let(float("inf"))
 
-        def cancelled() -> None:
-            handle = submit(engine, rows()[0])
-            handle.cancel()
-            handle.result()
+        new, _ = together([lambda: ask(llama, row), end_early])
+        assert new == plain(llama, row.prompt, len(row.tokens))
 
-        ended, new, _ = together([cancelled, lambda: ask(llama, rows()[1]), let])
-        assert isinstance(ended, hf_cb.RequestCancelledError)
-        assert new == plain(llama, rows()[1].prompt, len(rows()[1].tokens))
-        assert before.result().tokens == long_row().tokens
+
+def test_a_change_between_the_check_and_the_submit(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = rows()[6]
+    streamed: list[int] = []
+
+    def change() -> None:
+        monkeypatch.undo()
+        add_hook(llama, lambda output: None)
+        assert together([lambda: ask(llama, rows()[1])]) == [rows()[1].tokens]
+
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+        monkeypatch.setattr("hf_cb.engine.release_pool", change)
+        assert ask(llama, row, streamer=Streamer(streamed)) == row.tokens
+        assert tuple(streamed) == (*row.prompt, *row.tokens)
+        assert sum(engine.stats().native_calls.values()) == 2
 
 
 def test_another_dtype_with_calls_in_flight(llama: PreTrainedModel) -> None:

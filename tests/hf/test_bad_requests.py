@@ -141,3 +141,9 @@ def test_the_error_comes_on_the_callers_thread(duo: seam.Duo) -> None:
         thread.join()
     assert {thread for thread, _ in errors} == set(threads)
     assert len({id(error) for _, error in errors}) == 4
+
+
+def test_what_the_generation_config_asks_and_submit_has_no_form_of(duo: seam.Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duo.served.generation_config, "repetition_penalty", 1.5)
+    with pytest.raises(hf_cb.UnsupportedCallError, match=r"^repetition_penalty: "):
+        duo.engine.submit([1, 2, 3], max_new_tokens=2)
