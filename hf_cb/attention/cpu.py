@@ -6,6 +6,9 @@ on keys that lie token by token. Query heads that share a key head are rows of o
 A row's bits do not depend on its neighbours. The library's products round differently for different shapes, but alike for
 every matrix of a batch, whatever the size of the batch (two or more; see `_twin`). So the shape that a row is computed in
 depends on that row alone: decode rows are padded to one of a few lengths, and a prefill row is computed by itself.
+
+Half precision promises no bits (the model's own products don't keep them either), and there the calls cost more than the sums.
+So its decode rows form fewer, looser groups, which go through torch's fused attention token by token as they lie in the cache.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
 
@@ -24,6 +28,7 @@ _Ints = npt.NDArray[np.int64]
 
 _TILE = 64  # queries of a prefill row that are computed together: small enough to skip most of the masked half
 _MIN_LENGTH = 16  # decode rows are padded to multiples of this, or of a quarter of the power of two below their length
+_LOOSE_RATIO, _LOOSE_KEYS = 1.35, 32  # how much longer than its shortest row a loose group's longest may be: either is enough
 _GROUP_BYTES = 2 << 20  # keys gathered for one group of decode rows: beyond a core's cache, larger groups gain nothing
 
 
@@ -41,7 +46,7 @@ class _DecodeGroup:
 
     start: int  # these rows in _Plan.decode_tokens
     stop: int
-    index: torch.Tensor  # [rows * Hkv * length] int64: (slot, head) pairs of the cache, see _head_index
+    index: torch.Tensor  # int64: [rows * Hkv * length], see _head_index; in a loose group slots, [rows * length]
     length: int
     masks: tuple[_Mask, ...]
 
@@ -123,7 +128,8 @@ class TorchCPUBackend:
         kv.v.flatten(0, 1).index_copy_(0, step.slot_mapping, v)
         out = q.new_empty(len(q), spec.num_heads, spec.value_head_size)
         if plan.decode_groups:
-            out.index_copy_(0, plan.decode_tokens, _attend_decode(q, kv, spec, plan, sinks))
+            attend = _attend_loosely if _is_loose(spec) else _attend_decode
+            out.index_copy_(0, plan.decode_tokens, attend(q, kv, spec, plan, sinks))
         for row in plan.prefill_rows:
             if row.index is None:
                 row_k = k[row.start : row.stop].transpose(0, 1).contiguous()
@@ -146,6 +152,28 @@ def _attend_decode(q: torch.Tensor, kv: LayerKV, spec: LayerSpec, plan: _Plan, s
         group_out = out[group.start : group.stop].view(-1, heads, spec.value_head_size)
         _attend(group_q, keys, values, 1, group.masks, spec, sinks, group_out)
     return out
+
+
+def _attend_loosely(q: torch.Tensor, kv: LayerKV, spec: LayerSpec, plan: _Plan, sinks: torch.Tensor | None) -> torch.Tensor:
+    """As _attend_decode, in loose groups."""
+    assert sinks is None  # see _is_loose
+    queries = q.index_select(0, plan.decode_tokens)
+    out = q.new_empty(len(queries), spec.num_heads, spec.value_head_size)
+    for group in plan.decode_groups:
+        rows, span = group.stop - group.start, slice(group.start, group.stop)
+        keys, values = (
+            torch.index_select(cache.flatten(0, 1), 0, group.index).view(rows, group.length, *cache.shape[2:]).transpose(1, 2)
+            for cache in kv
+        )
+        # Query heads that share a key head are queries of one head: [rows, Hkv, G, D].
+        group_q = queries[span].view(rows, spec.num_kv_heads, -1, spec.head_size)
+        mask = group.masks[0].values if group.masks else None
+        out[span] = functional.scaled_dot_product_attention(group_q, keys, values, mask, scale=spec.scale).flatten(1, 2)
+    return out
+
+
+def _is_loose(spec: LayerSpec) -> bool:
+    return spec.dtype.itemsize < 4 and spec.softcap is None and not spec.has_sinks
 
 
 def _attend_tile(
@@ -203,11 +231,12 @@ def _group_decode(
     order: list[int] = []
     groups: list[_DecodeGroup] = []
     for members in _split(sorted(rows, key=lengths.__getitem__), lengths, spec):
-        length = lengths[members[0]]
+        length = lengths[members[-1]]
         ends = np.array([last[row] for row in members])[:, None]
         positions = np.array([first[row] for row in members])[:, None] + np.arange(length)
         # Padding repeats the row's last slot: what is gathered is always the row's own, so no NaN of a free slot gets in.
-        index = _head_index(slots[np.array(members)[:, None], np.minimum(positions, ends)], spec)
+        own = slots[np.array(members)[:, None], np.minimum(positions, ends)]
+        index = torch.from_numpy(own.ravel()) if _is_loose(spec) else _head_index(own, spec)
         beyond = torch.from_numpy(positions > ends)[:, None, None]
         mask = _Mask(0, torch.zeros(beyond.shape, dtype=spec.dtype).masked_fill_(beyond, -torch.inf))
         groups.append(_DecodeGroup(len(order), len(order) + len(members), index, length, (mask,) if bool(beyond.any()) else ()))
@@ -216,8 +245,14 @@ def _group_decode(
 
 
 def _split(rows: list[int], lengths: dict[int, int], spec: LayerSpec) -> Iterator[list[int]]:
-    """Cut rows that are sorted by length into runs of equal length whose keys take no more than _GROUP_BYTES."""
+    """Cut rows that are sorted by length into runs of equal length whose keys take no more than _GROUP_BYTES; or loosely."""
     begin = 0
+    while _is_loose(spec) and begin < len(rows):
+        shortest = lengths[rows[begin]]
+        longest = max(_LOOSE_RATIO * shortest, shortest + _LOOSE_KEYS)
+        end = next((i for i in range(begin, len(rows)) if lengths[rows[i]] > longest), len(rows))
+        yield rows[begin:end]
+        begin = end
     while begin < len(rows):
         length = lengths[rows[begin]]
         most = max(1, _GROUP_BYTES // (length * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize))
