@@ -62,7 +62,7 @@ def build(model: Any, config: CBConfig) -> Served:
 def _allocate(servable: Servable, resolved: ResolvedConfig) -> KVCache:
     try:
         return KVCache(servable.specs, resolved.num_blocks, resolved.block_size)
-    except RuntimeError as error:  # torch's out-of-memory errors among them
+    except (RuntimeError, MemoryError, ValueError) as error:  # torch's out-of-memory errors are RuntimeErrors
         raise InvalidArgumentError(
             f"kv_cache_memory: {resolved.num_blocks} blocks take {resolved.kv_cache_memory} bytes, and {servable.device} has "
             f"no room for them"
