@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from hf_cb.engine import Engine
-from hf_cb.errors import InvalidArgumentError
+from hf_cb.errors import HFCBError, InvalidArgumentError
 from hf_cb.handle import GenerationHandle
 from hf_cb.hf.fates import FATES
 from hf_cb.options import Defaults, check_seed
@@ -253,9 +253,11 @@ def _run(
             streamer.put(prompt)
             _stream(handles, pad_token, streamer)
         rows = [handle.result().tokens for handle in handles]
-    except BaseException:
+    except BaseException as error:
         for handle in handles:
             handle.cancel()
+        if streamer is not None and isinstance(error, HFCBError):
+            streamer.end()  # who reads it on another thread must not wait for ever; the error is this caller's
         raise
     new = torch.full((len(rows), max(map(len, rows))), pad_token)
     for i, row in enumerate(rows):

@@ -114,3 +114,24 @@ def test_text_iterators_read_in_other_threads(llama: PreTrainedModel) -> None:
         texts = together([lambda row=row: read(row) for row in rows()])
         assert texts == [Tokenizer().decode(list(row.tokens)) for row in rows()]
         assert engine.stats().native_calls == {}
+
+
+def test_a_failing_request_ends_its_stream(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+        streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True)  # type: ignore[arg-type]
+        runner = engine._worker.machinery.runner
+        execute, steps = runner.execute, iter(range(100))
+
+        def fail_at_the_third(output: object) -> object:
+            if next(steps) == 2:
+                raise Boom("it broke")
+            return execute(output)
+
+        runner.execute = fail_at_the_third
+
+        def call() -> None:
+            with pytest.raises(hf_cb.RequestFailedError, match="it broke"):
+                ask(llama, rows()[0], streamer=streamer)
+
+        text, _ = together([lambda: "".join(streamer), call])
+        assert text.split() == [f"<{token}>" for token in rows()[0].tokens[:2]]
