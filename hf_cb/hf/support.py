@@ -89,7 +89,6 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
         KeyError,
         IndexError,
         AssertionError,
-        NotImplementedError,
     ) as error:
         raise UnservableError(f"the packed probe failed ({_brief(error)})") from error
     return Servable(
