@@ -40,6 +40,10 @@ class CBConfig:
     kv_cache_memory: int | None = None
     """Bytes for the KV cache."""
 
+    pack_memory: int | None = None
+    """Bytes that copies of the weights may take, in an order that is faster to compute with on a CPU; 0 for none. By default
+    up to a quarter of the free memory. They take as much as the linear layers themselves: about the model once more."""
+
     attention_backend: str | None = None
     """Name of the attention backend."""
 
@@ -52,6 +56,7 @@ class CBConfig:
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks", "kv_cache_memory"):
             _check_int(name, getattr(self, name), minimum=1, none=True)
+        _check_int("pack_memory", self.pack_memory, minimum=0, none=True)
         _check_int("record_steps", self.record_steps, minimum=0, none=False)
         if self.fallback not in get_args(Fallback):
             raise InvalidArgumentError(f"fallback: takes 'native' or 'error'; got {self.fallback!r}")

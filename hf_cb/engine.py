@@ -31,6 +31,7 @@ class Served:
     stretches: bool  # whether plain generate goes beyond them
     attention_backend: str
     attention_reason: str
+    packed_bytes: int
     defaults: Callable[[], Defaults] = field(repr=False)
     draw_seed: Callable[[], int] = field(repr=False)
 
@@ -151,7 +152,7 @@ class Engine:
         with self._native_lock:
             native = dict(self._native_calls)
         if served is None or worker is None:
-            return EngineStats(0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, native, "none", self._reason or "")
+            return EngineStats(0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, native, "none", self._reason or "", 0)
         meter, scheduler = worker.meter, worker.machinery.scheduler
         steps = max(1, meter.steps)
         return EngineStats(
@@ -171,6 +172,7 @@ class Engine:
             native_calls=native,
             attention_backend=served.attention_backend,
             attention_reason=served.attention_reason,
+            packed_bytes=served.packed_bytes,
         )
 
     def steps(self) -> list[StepRecord]:

@@ -45,6 +45,7 @@ class EngineStats:
     native_calls: Mapping[str, int]  # reason -> calls that ran plain generate
     attention_backend: str
     attention_reason: str
+    packed_bytes: int  # that copies of the weights take, see CBConfig.pack_memory
 
 
 class Meter:

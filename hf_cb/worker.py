@@ -144,6 +144,7 @@ class Worker:
         """Undo one `pause`."""
         with self._changed:
             self._pauses = max(0, self._pauses - 1)
+            self.machinery.runner.weights_may_have_changed = True  # what pauses are often for
             self._changed.notify_all()
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:

@@ -15,6 +15,7 @@ GIB = 1 << 30
 POSITIVE = ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks", "kv_cache_memory")
 WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in POSITIVE for value in (0, -1, 2.0, "5", True, [])),
+    *(("pack_memory", value) for value in (-1, 2.0, "5", True)),
     *(("record_steps", value) for value in (-1, 2.0, None, "5", True)),
     *(("fallback", value) for value in ("Native", None, True, "")),
     *(("attention_backend", value) for value in (5, True, ["reference"])),

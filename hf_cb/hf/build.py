@@ -28,12 +28,12 @@ _BATCH_TOKENS_ELSEWHERE = 4096
 
 def build(model: Any, config: CBConfig) -> Served:
     """Examine the model and put the twin into service. Raises UnservableError with the reason, or InvalidArgumentError."""
-    servable = examine(model, config.attention_backend)
+    servable = examine(model, config.attention_backend, _pack_memory(config))
     resolved = config.resolve(_facts(servable))
     cache = _allocate(servable, resolved)
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
-    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device)
+    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, servable.packs.follow)
     scheduler = Scheduler(
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
@@ -54,6 +54,7 @@ def build(model: Any, config: CBConfig) -> Served:
         stretches=servable.stretches,
         attention_backend=servable.backend.name,
         attention_reason=servable.backend_reason,
+        packed_bytes=servable.packs.num_bytes,
         defaults=defaults,
         draw_seed=draw_seed,
     )
@@ -67,6 +68,10 @@ def _allocate(servable: Servable, resolved: ResolvedConfig) -> KVCache:
             f"kv_cache_memory: {resolved.num_blocks} blocks take {resolved.kv_cache_memory} bytes, and {servable.device} has "
             f"no room for them"
         ) from error
+
+
+def _pack_memory(config: CBConfig) -> int:
+    return _free_memory(torch.device("cpu")) // 4 if config.pack_memory is None else config.pack_memory
 
 
 def draw_seed() -> int:

@@ -6,6 +6,8 @@ So a short probe runs two packed rows in chunks on the twin and compares with th
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +19,17 @@ from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
+from hf_cb.hf.packing import Packs, group_by_input, linear_calls
 from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
 from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import Forward
 from hf_cb.runtime.port import AttentionPort
 
+logger = logging.getLogger("hf_cb")
+
 _BLOCK_SIZE = 4
+_PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 _LONGEST_PROBE = 96  # tokens of the longer row; windows beyond it are taken on trust in the layer's own argument
 
 
@@ -33,6 +39,7 @@ class Servable:
 
     twin: nn.Module
     forward: Forward
+    packs: Packs
     modules: tuple[nn.Module, ...]
     specs: tuple[LayerSpec, ...]
     backend: AttentionBackend
@@ -48,8 +55,11 @@ class UnservableError(Exception):
     """The model cannot be served. The message is the reason, in words for the user."""
 
 
-def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
-    """Make a twin and probe it. Raises UnservableError with the reason; the model is not touched either way."""
+def examine(model: nn.Module, attention_backend: str | None = None, pack_memory: int = 0) -> Servable:
+    """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too.
+
+    Raises UnservableError with the reason; the model is not touched either way.
+    """
     config: Any = model.config
     if config.is_encoder_decoder:
         raise UnservableError("encoder-decoder model")
@@ -69,10 +79,16 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):  # the engine's thread knows nothing of the caller's
             plain = [_plain_logits(twin, row) for row in rows]
-            observer = _observe(twin, forward, rows)
+            with linear_calls(twin) as calls:
+                observer = _observe(twin, forward, rows)
             specs = tuple(observer.specs)
             backend, reason = choose_attention_backend(specs, attention_backend)
-            _probe(twin, forward, observer, backend, rows, plain)
+
+            def probe() -> None:
+                _probe(twin, forward, observer, backend, rows, plain)
+
+            probe()
+            packs = _pack(group_by_input(calls), pack_memory, probe)
     except UnservableLayerError as error:
         raise UnservableError(str(error)) from error
     except InvalidArgumentError as error:
@@ -81,19 +97,12 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
         raise UnservableError(str(error)) from error
     except UnservableError:
         raise
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        KeyError,
-        IndexError,
-        AssertionError,
-    ) as error:
+    except _PROBE_ERRORS as error:
         raise UnservableError(f"the packed probe failed ({_brief(error)})") from error
     return Servable(
         twin=twin,
         forward=forward,
+        packs=packs,
         modules=tuple(observer.modules),
         specs=specs,
         backend=backend,
@@ -104,6 +113,18 @@ def examine(model: nn.Module, attention_backend: str | None = None) -> Servable:
         stretches=_query_scale_span(twin) is not None or any(map(rope_follows_length, twin.modules())),
         max_step_tokens=_query_scale_span(twin),
     )
+
+
+def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], None]) -> Packs:
+    """Packs with which the probe passes as before, else none."""
+    packs = Packs(groups, memory)
+    try:
+        probe()
+    except (*_PROBE_ERRORS, UnservableError) as error:
+        logger.warning("weights are not packed: the model does not run as before with them (%s)", _brief(error))
+        packs.undo()
+        return Packs()
+    return packs
 
 
 def _has_hooks(model: nn.Module) -> bool:

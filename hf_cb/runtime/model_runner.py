@@ -20,16 +20,27 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class ModelRunner:
     """Owns what a step needs besides the schedule: the model, its port, the sampling state of each request."""
 
-    def __init__(self, forward: Forward, port: AttentionPort, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        port: AttentionPort,
+        block_size: int,
+        device: torch.device,
+        follow: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`follow` brings copies of the weights up to date."""
         self._forward = forward
         self._port = port
         self._block_size = block_size
         self._device = device
+        self._follow = follow
+        self.weights_may_have_changed = False  # since the last step
         self._rows: dict[int, RowState] = {}
         self.model_seconds = 0.0  # in the latest step
 
     def add(self, request: Request) -> None:
         """Make ready to sample for `request`."""
+        self.weights_may_have_changed = True  # by its caller, before the call
         self._rows[request.request_id] = RowState.of(request, self._device)
 
     def remove(self, request_id: int) -> None:
@@ -39,6 +50,9 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the step. On an exception nothing has been sampled: the same output may be executed again."""
         with torch.inference_mode():
+            if self.weights_may_have_changed:
+                self.weights_may_have_changed = False
+                self._follow()
             batch = build_input_batch(output, self._block_size, self._device)
             began = time.perf_counter()
             logits = self.forward(batch)

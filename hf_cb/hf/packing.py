@@ -1,0 +1,179 @@
+"""Linear layers of the twin over weights that are reordered once for oneDNN, the library behind torch's products on CPUs.
+
+A plain product finds the weights in an order that is slow to read when there are few tokens. Here each weight is copied once
+into the order that the library likes best, and layers that are given the same input (queries, keys and values; gate and up)
+are joined into one product. Which layers those are is seen in a pass of the model, not looked up by name. The twin's modules
+stay what they are, with their weights: only their `forward` is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_cb.hf.weights import WeightWatch
+
+_TOKENS_HINT = 16  # tokens a step for which oneDNN chooses the order; it matters little
+_ops = torch.ops.mkldnn
+logger = logging.getLogger("hf_cb")
+
+
+LinearCall = tuple[nn.Module, torch.Tensor]
+"""A linear layer that can be packed, and the input that it was given."""
+
+
+@contextlib.contextmanager
+def linear_calls(model: nn.Module) -> Iterator[list[LinearCall]]:
+    """The calls made inside, in their order."""
+    calls: list[LinearCall] = []
+
+    def forward(module: nn.Module, x: torch.Tensor) -> Any:
+        if x.dtype == module.weight.dtype:
+            calls.append((module, x))
+        return type(module).forward(module, x)
+
+    modules = [module for module in model.modules() if _can_pack(module)]
+    for module in modules:
+        vars(module)["forward"] = functools.partial(forward, module)
+    try:
+        yield calls
+    finally:
+        for module in modules:
+            del vars(module)["forward"]
+
+
+def group_by_input(calls: Iterable[LinearCall]) -> list[list[nn.Module]]:
+    """Each layer once, together with those that were given the same tensor. One that was called several times is by itself."""
+    calls = list(calls)
+    times = Counter(module for module, _ in calls)
+    groups: dict[int, list[nn.Module]] = {}
+    for module, x in calls:
+        groups.setdefault(id(x) if times[module] == 1 else id(module), []).append(module)
+    return [list(dict.fromkeys(group)) for group in groups.values()]
+
+
+class Packs:
+    """The packed weights of a twin, as many as a memory limit allows, first come first served."""
+
+    def __init__(self, groups: Iterable[list[nn.Module]] = (), limit: int = 0) -> None:
+        """Puts another forward into the modules in `groups`. `limit` in bytes."""
+        self.num_bytes = 0
+        self._packs: list[_Pack] = []
+        for modules in groups:
+            size = sum(_weight(module).nbytes for module in modules)
+            if self.num_bytes + size <= limit:
+                self.num_bytes += size
+                self._packs.append(_Pack(modules))
+        sources = [(tensor, pack) for pack in self._packs for tensor in pack.sources()]
+        self._owners = [pack for _, pack in sources]
+        self._watch = WeightWatch(tensor for tensor, _ in sources)
+
+    def follow(self) -> None:
+        """Copy again what has been written to since the last time."""
+        for pack in {self._owners[i]: None for i in self._watch.changed()}:
+            try:
+                pack.load()
+            except RuntimeError:  # torch's out-of-memory error on a CPU, too
+                logger.warning("a changed weight could not be packed again: its layer runs without", exc_info=True)
+                pack.undo()
+
+    def undo(self) -> None:
+        """Give the modules their own forward back."""
+        for pack in self._packs:
+            pack.undo()
+
+
+class _Pack:
+    """One product for the layers of a group. The first to be called computes it for all, the others fetch their part."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._input: torch.Tensor | None = None
+        self._parts: tuple[torch.Tensor, ...] = ()
+        self.load()
+        vars(modules[0])["forward"] = self._product if len(modules) == 1 else self._first
+        for i in range(1, len(modules)):
+            vars(modules[i])["forward"] = functools.partial(self._other, i)
+
+    def sources(self) -> list[torch.Tensor]:
+        """The tensors that the pack is a copy of."""
+        return [
+            tensor for module in self._modules for tensor in (module.weight, module.bias) if isinstance(tensor, torch.Tensor)
+        ]
+
+    def load(self) -> None:
+        """Copy the weights as they are now."""
+        weights = [_weight(module) for module in self._modules]
+        self._widths = [len(weight) for weight in weights]
+        joined = torch.cat(weights) if len(weights) > 1 else weights[0].contiguous()
+        self._weight = _ops._reorder_linear_weight(joined, _TOKENS_HINT)
+        self._bias = _joined_bias(self._modules, weights)
+
+    def undo(self) -> None:
+        """Leave the modules to their own forward; undoing twice is fine."""
+        for module in self._modules:
+            vars(module).pop("forward", None)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., sum of widths]."""
+        if not x.numel():  # no row of the step needs logits, and the library takes no empty input
+            return x.new_empty((*x.shape[:-1], sum(self._widths)))
+        return _ops._linear_pointwise(x, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        self._input, self._parts = x, self._product(x).split(self._widths, -1)
+        return self._parts[0]
+
+    def _other(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if x is not self._input:  # not in the order that was seen: the layer's own product is as right
+            module = self._modules[index]
+            return type(module).forward(module, x)  # type: ignore[no-any-return]
+        part = self._parts[index]
+        if index == len(self._modules) - 1:  # nobody else will ask: thousands of tokens in every layer are a lot to keep
+            self._input, self._parts = None, ()
+        return part
+
+
+def _can_pack(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return (
+        type(module) in (nn.Linear, Conv1D)
+        and "forward" not in vars(module)  # as of accelerate's hooks
+        and weight is not None
+        and type(weight.data) is torch.Tensor  # quantised and distributed weights are of other classes
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and _library_takes(weight.dtype)
+    )
+
+
+def _library_takes(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(_ops._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(_ops._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    """[out, in]."""
+    weight = module.get_parameter("weight").detach()
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def _joined_bias(modules: list[nn.Module], weights: list[torch.Tensor]) -> torch.Tensor | None:
+    biases: list[Any] = [module.bias for module in modules]
+    if all(bias is None for bias in biases):
+        return None
+    parts = [w.new_zeros(len(w)) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
+    return torch.cat(parts)
