@@ -26,6 +26,7 @@ class _Draft:
     budget: int  # tokens that may still be given
     rows: dict[int, ScheduledRow] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
+    cached: list[tuple[int, int]] = field(default_factory=list)
 
     def grant(self, seq: Sequence, end: int, block_table: tuple[int, ...]) -> None:
         """Give `seq` its tokens up to position `end`."""
@@ -51,6 +52,7 @@ class Scheduler:
 
     `max_batch_tokens`: token budget of a step. `max_batch_size`: the most sequences that run at a time. `num_blocks` x
     `block_size`: the KV cache, in tokens. `policy`: order of service, a fresh one; first come, first served if None.
+    `prefix_cache`: whether sequences that begin alike share the blocks of what they have in common.
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class Scheduler:
         max_batch_tokens: int,
         max_batch_size: int,
         policy: Policy | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("max_batch_size", max_batch_size)):
             if value < 1:
                 raise InvalidArgumentError(f"{name}: takes an integer >= 1; got {value}")
-        self._kv = KVManager(BlockPool(num_blocks), block_size)
+        self._kv = KVManager(BlockPool(num_blocks), block_size, prefix_cache)
         self.num_preemptions = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_size = max_batch_size
@@ -133,13 +136,19 @@ class Scheduler:
         self._end(seq, reason)
         return True
 
+    def forget_prefixes(self) -> None:
+        """Let no sequence begin with what was computed up to now: the model has changed. Those that run go on as they are."""
+        self._kv.forget_prefixes()
+
     def schedule(self) -> SchedulerOutput:
         """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true."""
         draft = _Draft(self._max_batch_tokens)
         self._serve_running(draft)
         if not draft.preempted:  # else who is admitted now would be the next to be preempted
             self._admit(draft)
-        return SchedulerOutput(tuple(draft.rows.values()), self._max_batch_tokens - draft.budget, tuple(draft.preempted))
+        return SchedulerOutput(
+            tuple(draft.rows.values()), self._max_batch_tokens - draft.budget, tuple(draft.preempted), tuple(draft.cached)
+        )
 
     def update(self, output: SchedulerOutput, result: StepResult) -> list[Emission]:
         """Take in what the step of the latest `schedule` computed: append tokens, end what is done, free its blocks.
@@ -160,6 +169,7 @@ class Scheduler:
             if seq.num_computed_tokens != row.start or seq.status is not Status.RUNNING:
                 raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
             seq.num_computed_tokens += len(row.token_ids)
+            self._kv.publish(seq)
             if row.samples:
                 emissions.append(self._append(seq, result))
         return emissions
@@ -202,10 +212,19 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         while draft.budget > 0 and len(self._running) < self._max_batch_size:
             seq = self._policy.next_waiting()
-            # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
-            if seq is None or not self._kv.can_reserve(seq, seq.num_tokens):
+            if seq is None:
                 return
-            end = min(seq.num_tokens, draft.budget)
+            prefix = self._kv.match_prefix(seq)
+            if prefix is None:  # what it needs next is being computed: wait for that rather than compute it twice
+                return
+            # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
+            if not self._kv.can_reserve(seq, seq.num_tokens, prefix):
+                return
+            self._kv.adopt(seq, prefix)
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = seq.num_computed_tokens
+                draft.cached.append((seq.request_id, seq.num_cached_tokens))
+            end = min(seq.num_tokens, seq.num_computed_tokens + draft.budget)
             block_table = self._kv.reserve(seq, end)
             assert block_table is not None  # can_reserve said so, for more
             self._policy.remove(seq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hf_cb.core.prefix import PrefixNames
 from hf_cb.request import FinishReason, Request, Status
 
 
@@ -12,7 +13,8 @@ class Sequence:
     """A request on its way. `arrival`: its number in the order of `Scheduler.add`.
 
     `tokens`: the prompt, then the output. The keys and values of the first `num_computed_tokens` of them are in the
-    blocks of `block_table`, which may cover more: what a step that has not ended will write.
+    blocks of `block_table`, which may cover more: what a step that has not ended will write. The first
+    `num_cached_tokens` were there already when it was first admitted.
     """
 
     request: Request
@@ -21,7 +23,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(init=False)
     num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None  # None: it was never admitted
     block_table: tuple[int, ...] = ()  # a tuple, so that a step's rows can hold it as it is until it grows
+    num_published: int | None = 0  # of its blocks; None: no more of what it holds may be published
+    names: PrefixNames | None = None  # made by the KV manager, when it has a use for them
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
