@@ -40,6 +40,9 @@ class CBConfig:
     kv_cache_memory: int | None = None
     """Bytes for the KV cache."""
 
+    prefix_cache: bool = True
+    """Whether a request takes over the keys and values that an earlier one with the same beginning has computed."""
+
     attention_backend: str | None = None
     """Name of the attention backend."""
 
@@ -55,6 +58,8 @@ class CBConfig:
         _check_int("record_steps", self.record_steps, minimum=0, none=False)
         if self.fallback not in get_args(Fallback):
             raise InvalidArgumentError(f"fallback: takes 'native' or 'error'; got {self.fallback!r}")
+        if not isinstance(self.prefix_cache, bool):
+            raise InvalidArgumentError(f"prefix_cache: takes True or False; got {self.prefix_cache!r}")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             raise InvalidArgumentError(f"attention_backend: takes a name or None; got {self.attention_backend!r}")
 
@@ -96,6 +101,7 @@ class CBConfig:
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=num_blocks * bytes_per_block,
+            prefix_cache=self.prefix_cache,
             fallback=self.fallback,
             record_steps=self.record_steps,
         )
@@ -121,6 +127,7 @@ class ResolvedConfig:
     block_size: int
     num_blocks: int
     kv_cache_memory: int
+    prefix_cache: bool
     fallback: Fallback
     record_steps: int
 

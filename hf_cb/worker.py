@@ -21,10 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from hf_cb.core.output import Emission, SchedulerOutput
-from hf_cb.core.scheduler import Scheduler
+from hf_cb.core.output import Emission
 from hf_cb.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -34,24 +31,11 @@ from hf_cb.errors import (
     UnsupportedCallError,
 )
 from hf_cb.handle import OutputQueue
+from hf_cb.machinery import Machinery
 from hf_cb.request import FinishReason, Request
-from hf_cb.runtime.model_runner import ModelRunner
-from hf_cb.stats import Meter, StepRecord
+from hf_cb.stats import Meter
 
 logger = logging.getLogger("hf_cb")
-
-# A device error that leaves the device unusable: nothing can be retried (torch names it from 2.8 on).
-_DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError", EngineDeadError), EngineDeadError)
-
-
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """What the worker drives, and what `replace` exchanges as a whole."""
-
-    scheduler: Scheduler
-    runner: ModelRunner
-    block_size: int
-    num_blocks: int
 
 
 @dataclass(slots=True)
@@ -77,6 +61,7 @@ class Worker:
         self._dead: BaseException | None = None
         self._pauses = 0
         self._parked = False
+        self._forget = False  # the prefix cache is to be emptied before anything else is scheduled
         # Lock-free, for the garbage collector: ids whose handle is gone.
         self._forgotten: deque[int] = deque()
         # The worker thread's own:
@@ -144,7 +129,13 @@ class Worker:
         """Undo one `pause`."""
         with self._changed:
             self._pauses = max(0, self._pauses - 1)
+            self._forget = True  # the weights may be others now
             self._changed.notify_all()
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache before anything is scheduled that comes in after this."""
+        with self._changed:
+            self._forget = True
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests. With `drain`, finish those there are (pauses end); else end them with EngineClosedError.
@@ -224,6 +215,7 @@ class Worker:
                 except InvalidArgumentError as refusal:
                     # Checked against machinery that was replaced since, by one with fewer blocks; or here already.
                     early.append((item, FinishReason.FAILED, refusal))
+            forget, self._forget = self._forget, False
             aborts, self._aborts = set(self._aborts), []
             while self._forgotten:
                 aborts.add(self._forgotten.popleft())
@@ -232,6 +224,8 @@ class Worker:
                 if isinstance(item, OutputQueue) and reason is not None:
                     self._inbox.remove(item)
                     early.append((item, reason, None))
+        if forget:
+            self.machinery.scheduler.forget_prefixes()
         for queue, finish_reason, error in early:
             self.meter.finished[finish_reason] += 1
             queue.close(finish_reason, error)
@@ -263,52 +257,17 @@ class Worker:
         self._queues.pop(request_id).close(reason, error)
 
     def _step(self) -> None:
-        scheduler, runner = self.machinery.scheduler, self.machinery.runner
-        began = time.perf_counter()
-        output = scheduler.schedule()
-        if not output.rows:
-            raise RuntimeError("nothing can be scheduled although requests wait: the block accounting is broken")
-        blocks_used = scheduler.blocks_used
-        tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens
-        try:
-            result = runner.execute(output)
-        except _DEVICE_LOST:
-            raise
-        except Exception as error:
-            self._fail_step(output, error)
-            return
-        emissions = scheduler.update(output, result)
-        self._hand_over(emissions)
-        self.meter.add(
-            StepRecord(
-                started=began,
-                seconds=time.perf_counter() - began,
-                model_seconds=runner.model_seconds,
-                rows=tuple((row.request_id, len(row.token_ids)) for row in output.rows),
-                sampled=tuple(emission.request_id for emission in emissions if emission.token is not None),
-                preempted=output.preempted,
-                num_waiting=scheduler.num_waiting,
-                blocks_used=blocks_used,
-                tokens_stored=tokens_stored,
-                block_size=self.machinery.block_size,
-            )
-        )
-
-    def _hand_over(self, emissions: Sequence[Emission]) -> None:
-        for emission in emissions:
+        outcome = self.machinery.step()
+        for request_id, num_tokens in outcome.cached:
+            self._queues[request_id].num_cached_tokens = num_tokens
+            self.meter.prefix_hits += num_tokens > 0
+            self.meter.cached_tokens += num_tokens
+        for emission in outcome.emissions:
             if emission.token is not None:
                 self._queues[emission.request_id].put(emission.token)
             if emission.finish_reason is not None:
-                error = None
-                if emission.finish_reason is FinishReason.FAILED:
-                    error = _failed(f"request {emission.request_id} failed: {emission.error}", emission.error)
-                self._close_queue(emission.request_id, emission.finish_reason, error)
-
-    def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
-        logger.error("a step of %d sequences failed; they end, the engine goes on", len(output.rows), exc_info=error)
-        for row in output.rows:
-            failure = _failed(f"the step that held request {row.request_id} failed: {type(error).__name__}: {error}", error)
-            self._finish(row.request_id, FinishReason.FAILED, failure)
+                self._close_queue(emission.request_id, emission.finish_reason, _failure(emission))
+        self.meter.add(outcome.record)
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 
@@ -358,8 +317,11 @@ def _ended_early(request: Request, aborts: set[int]) -> FinishReason | None:
     return None
 
 
-def _failed(message: str, cause: BaseException | None) -> RequestFailedError:
-    error = RequestFailedError(message)
+def _failure(emission: Emission) -> RequestFailedError | None:
+    cause = emission.error
+    if cause is None:
+        return None
+    error = RequestFailedError(f"request {emission.request_id} failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from hf_cb import worker as worker_module
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.handle import OutputQueue
-from hf_cb.worker import Machinery, Worker
+from hf_cb.machinery import Machinery
+from hf_cb.worker import Worker
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the models are tiny, and many tests bring threads of their own

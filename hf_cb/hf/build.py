@@ -15,11 +15,12 @@ from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import set_port
 from hf_cb.hf.generate import defaults_of
 from hf_cb.hf.support import Servable, examine
+from hf_cb.hf.twin import weights_version_of
+from hf_cb.machinery import Machinery
 from hf_cb.options import Defaults
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
-from hf_cb.worker import Machinery
 
 # A CPU's step time grows with each token, so a budget this large already hides the cost of reading the weights.
 _BATCH_TOKENS = {"cpu": 512}
@@ -39,6 +40,7 @@ def build(model: Any, config: CBConfig) -> Served:
         block_size=resolved.block_size,
         max_batch_tokens=resolved.max_batch_tokens,
         max_batch_size=resolved.max_batch_size,
+        prefix_cache=resolved.prefix_cache,
     )
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
@@ -47,7 +49,7 @@ def build(model: Any, config: CBConfig) -> Served:
         return Defaults() if current is None else defaults_of(current.generation_config, servable.max_positions)
 
     return Served(
-        machinery=Machinery(scheduler, runner, resolved.block_size, resolved.num_blocks),
+        machinery=Machinery(scheduler, runner, resolved.block_size, resolved.num_blocks, weights_version_of(servable.twin)),
         config=resolved,
         vocab_size=servable.vocab_size,
         max_positions=servable.max_positions,

@@ -92,6 +92,20 @@ class Fingerprint:
         return all(a is b for a, b in zip(self.objects, other.objects, strict=True))
 
 
+def weights_version_of(twin: nn.Module) -> Callable[[], int]:
+    """A function that gives a larger number once a weight has been changed in place, in about 50 ns per tensor.
+
+    By torch's own version counters, which don't count writes through `.data`, under inference mode, or through shared memory.
+    """
+    own = {id(buffer) for module in _modules_that_write_buffers(twin) for buffer in module.buffers(recurse=False)}
+    tensors = [t for t in (*twin.parameters(), *twin.buffers()) if id(t) not in own and not t.is_inference()]
+
+    def version() -> int:
+        return sum(tensor._version for tensor in tensors)
+
+    return version
+
+
 def forward_of(twin: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """The twin as (input_ids [1, T], position_ids [1, T], logits_indices [n]) -> logits [n, vocab].
 

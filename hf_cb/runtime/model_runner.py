@@ -45,8 +45,11 @@ class ModelRunner:
             self.model_seconds = time.perf_counter() - began
             if not batch.sampling_ids:
                 return StepResult({})
+            not_numbers = _rows_with_nan(logits)
             sampled = sample(logits, [self._rows[request_id] for request_id in batch.sampling_ids])
-        errors = {batch.sampling_ids[i]: error for i, error in sampled.errors.items()}
+        errors: dict[int, BaseException] = {batch.sampling_ids[i]: error for i, error in sampled.errors.items()}
+        for i in not_numbers:  # greedy decoding would take the first NaN for the best token
+            errors[batch.sampling_ids[i]] = FloatingPointError("its logits hold NaN")
         tokens = dict(zip(batch.sampling_ids, sampled.tokens, strict=True))
         return StepResult({key: token for key, token in tokens.items() if key not in errors}, dict(errors))
 
@@ -57,3 +60,8 @@ class ModelRunner:
             return self._forward(batch.input_ids, batch.position_ids, batch.logits_indices)
         finally:
             self._port.end()
+
+
+def _rows_with_nan(logits: torch.Tensor) -> list[int]:
+    """Indices of the rows of logits [n, vocab] that hold a NaN: the largest of such a row is NaN."""
+    return logits.amax(dim=-1).isnan().nonzero().flatten().tolist()
