@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hf_cb.errors import InvalidArgumentError
 
 Fallback = Literal["native", "error"]
+_POLICIES = ("fcfs", "priority", "fair")
 
 # Below these, a modest default: enough for many long conversations, a small part of any machine that runs the model.
 _CPU_KV_BYTES = 4 << 30
@@ -40,6 +41,9 @@ class CBConfig:
     kv_cache_memory: int | None = None
     """Bytes for the KV cache."""
 
+    policy: str | Callable[[], Any] = "fcfs"
+    """Order of service: "fcfs", "priority", "fair", or a subclass of `hf_cb.core.policy.Policy`."""
+
     prefix_cache: bool = True
     """Whether a request takes over the keys and values that an earlier one with the same beginning has computed."""
 
@@ -58,6 +62,8 @@ class CBConfig:
         _check_int("record_steps", self.record_steps, minimum=0, none=False)
         if self.fallback not in get_args(Fallback):
             raise InvalidArgumentError(f"fallback: takes 'native' or 'error'; got {self.fallback!r}")
+        if self.policy not in _POLICIES and (isinstance(self.policy, str) or not callable(self.policy)):
+            raise InvalidArgumentError(f"policy: takes {', '.join(_POLICIES)}, or a class; got {self.policy!r}")
         if not isinstance(self.prefix_cache, bool):
             raise InvalidArgumentError(f"prefix_cache: takes True or False; got {self.prefix_cache!r}")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
@@ -101,6 +107,7 @@ class CBConfig:
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=num_blocks * bytes_per_block,
+            policy=self.policy,
             prefix_cache=self.prefix_cache,
             fallback=self.fallback,
             record_steps=self.record_steps,
@@ -127,6 +134,7 @@ class ResolvedConfig:
     block_size: int
     num_blocks: int
     kv_cache_memory: int
+    policy: str | Callable[[], Any]
     prefix_cache: bool
     fallback: Fallback
     record_steps: int

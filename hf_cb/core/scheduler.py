@@ -8,6 +8,7 @@ rule is vLLM v1's; iteration-level batching is Orca's, Yu et al., OSDI 2022.)
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass, field
 
 from hf_cb.core.block_pool import BlockPool
@@ -17,6 +18,8 @@ from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.sequence import Sequence
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
 from hf_cb.request import FinishReason, Request, Status
+
+_WATERMARK = 100  # one block in so many stays free at admission, for those that run
 
 
 @dataclass(slots=True)
@@ -76,6 +79,8 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # waiting and running
         self._running: dict[int, Sequence] = {}  # in the order of admission
         self._arrivals = itertools.count()
+        self._watermark = num_blocks // _WATERMARK
+        self._is_crowded = False  # somebody was preempted, and nobody has ended since
 
     @property
     def num_running(self) -> int:
@@ -121,7 +126,7 @@ class Scheduler:
         self.check_fits(request)
         if request.request_id in self._sequences:
             raise InvalidArgumentError(f"request: takes one that is not here yet; got {request.request_id} again")
-        seq = Sequence(request, next(self._arrivals))
+        seq = Sequence(request, next(self._arrivals), time.monotonic())
         self._sequences[request.request_id] = seq
         self._policy.enqueue(seq)
 
@@ -218,11 +223,12 @@ class Scheduler:
             if prefix is None:  # what it needs next is being computed: wait for that rather than compute it twice
                 return
             # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
-            if not self._kv.can_reserve(seq, seq.num_tokens, prefix):
+            if not self._kv.can_reserve(seq, seq.num_tokens, prefix, self._headroom()):
                 return
             self._kv.adopt(seq, prefix)
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
+                self._policy.charge(seq, seq.num_tokens - seq.num_cached_tokens, 0)
                 draft.cached.append((seq.request_id, seq.num_cached_tokens))
             end = min(seq.num_tokens, seq.num_computed_tokens + draft.budget)
             block_table = self._kv.reserve(seq, end)
@@ -232,12 +238,19 @@ class Scheduler:
             self._running[seq.request_id] = seq
             draft.grant(seq, end, block_table)
 
+    def _headroom(self) -> int:
+        """Blocks to leave free for those that run, so that who is admitted is not preempted, or preempts, right away."""
+        if not self._running:
+            return 0
+        return max(self._watermark, len(self._running)) if self._is_crowded else self._watermark
+
     def _preempt(self, seq: Sequence) -> None:
         """Take `seq`'s blocks. It keeps its tokens, and computes their keys and values again when it is resumed."""
         self._kv.release(seq)
         del self._running[seq.request_id]
         seq.status = Status.WAITING
         self._policy.put_back(seq)
+        self._is_crowded = True
         self.num_preemptions += 1
 
     def _append(self, seq: Sequence, result: StepResult) -> Emission:
@@ -245,6 +258,7 @@ class Scheduler:
         if token is None:
             raise EngineDeadError(f"request {seq.request_id}: the step gave neither a token nor an error")
         seq.tokens.append(token)
+        self._policy.charge(seq, 0, 1)
         reason = None
         if token in seq.request.eos_token_ids:
             reason = FinishReason.STOP
@@ -260,6 +274,7 @@ class Scheduler:
         else:
             self._policy.remove(seq)
         self._kv.release(seq)
+        self._is_crowded = False
         del self._sequences[seq.request_id]
         seq.status = Status.FINISHED
         seq.finish_reason = reason

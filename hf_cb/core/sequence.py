@@ -10,7 +10,8 @@ from hf_cb.request import FinishReason, Request, Status
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way. `arrival`: its number in the order of `Scheduler.add`.
+    """A request on its way. `arrival`: its number in the order of `Scheduler.add`; `arrived_at`: when that was, in seconds on
+    `time.monotonic()`'s clock.
 
     `tokens`: the prompt, then the output. The keys and values of the first `num_computed_tokens` of them are in the
     blocks of `block_table`, which may cover more: what a step that has not ended will write. The first
@@ -19,6 +20,7 @@ class Sequence:
 
     request: Request
     arrival: int
+    arrived_at: float = 0.0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(init=False)

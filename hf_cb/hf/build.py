@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
+from hf_cb.core.fair import Fair
+from hf_cb.core.policy import FCFS, Policy
+from hf_cb.core.priority import Priority
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.engine import Served
 from hf_cb.errors import InvalidArgumentError
@@ -40,6 +44,7 @@ def build(model: Any, config: CBConfig) -> Served:
         block_size=resolved.block_size,
         max_batch_tokens=resolved.max_batch_tokens,
         max_batch_size=resolved.max_batch_size,
+        policy=make_policy(resolved.policy),
         prefix_cache=resolved.prefix_cache,
     )
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
@@ -59,6 +64,17 @@ def build(model: Any, config: CBConfig) -> Served:
         defaults=defaults,
         draw_seed=draw_seed,
     )
+
+
+_POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": FCFS, "priority": Priority, "fair": Fair}
+
+
+def make_policy(named: str | Callable[[], Policy]) -> Policy:
+    """A fresh one of what `CBConfig.policy` names."""
+    policy = (_POLICIES[named] if isinstance(named, str) else named)()
+    if not isinstance(policy, Policy):
+        raise InvalidArgumentError(f"policy: takes a subclass of hf_cb.core.policy.Policy; got {type(policy).__name__}")
+    return policy
 
 
 def _allocate(servable: Servable, resolved: ResolvedConfig) -> KVCache:

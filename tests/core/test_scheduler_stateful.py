@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stub_model import StubModel, output_alone
 
+from hf_cb.core.fair import Fair
 from hf_cb.core.output import ScheduledRow, SchedulerOutput, StepResult
 from hf_cb.core.policy import FCFS
+from hf_cb.core.priority import Priority
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import RequestTooLongError
 from hf_cb.request import FinishReason, Request, Service
@@ -34,7 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_batch_tokens=st.integers(1, 9),
         max_batch_size=st.integers(1, 5),
-        policy=st.sampled_from([FCFS, _Ranked]),
+        policy=st.sampled_from([FCFS, _Ranked, Priority, Fair]),
         prefix_cache=st.booleans(),
     )
     def make(self, num_blocks, block_size, max_batch_tokens, max_batch_size, policy, prefix_cache):
@@ -57,9 +59,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens=st.integers(1, 10),
         eos=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
         salt=st.sampled_from([None, None, "a"]),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from([None, "a", "b"]),
     )
-    def add(self, prompt, max_new_tokens, eos, salt):
-        request = Request(tuple(prompt), max_new_tokens, eos, service=Service(cache_salt=salt))
+    def add(self, prompt, max_new_tokens, eos, salt, priority, tenant):
+        request = Request(tuple(prompt), max_new_tokens, eos, service=Service(priority, tenant, salt))
         try:
             self.scheduler.add(request)
         except RequestTooLongError:
