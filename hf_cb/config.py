@@ -15,6 +15,7 @@ _POLICIES = ("fcfs", "priority", "fair")
 
 # Below these, a modest default: enough for many long conversations, a small part of any machine that runs the model.
 _CPU_KV_BYTES = 4 << 30
+_MOST_SECONDS = 1e6  # far beyond any use, and what clocks and locks can still wait for
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_BATCH_SIZE = 256
 
@@ -41,6 +42,12 @@ class CBConfig:
     kv_cache_memory: int | None = None
     """Bytes for the KV cache."""
 
+    max_queue_size: int | None = None
+    """The most requests that may wait; one more raises EngineOverloadedError. None: any number."""
+
+    queue_timeout: float | None = None
+    """Seconds after which a request that was never admitted ends with RequestTimeoutError. None: never."""
+
     policy: str | Callable[[], Any] = "fcfs"
     """Order of service: "fcfs", "priority", "fair", or a subclass of `hf_cb.core.policy.Policy`."""
 
@@ -60,6 +67,9 @@ class CBConfig:
         for name in ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks", "kv_cache_memory"):
             _check_int(name, getattr(self, name), minimum=1, none=True)
         _check_int("record_steps", self.record_steps, minimum=0, none=False)
+        _check_int("max_queue_size", self.max_queue_size, minimum=0, none=True)
+        for name in ("queue_timeout",):
+            _check_positive(name, getattr(self, name))
         if self.fallback not in get_args(Fallback):
             raise InvalidArgumentError(f"fallback: takes 'native' or 'error'; got {self.fallback!r}")
         if self.policy not in _POLICIES and (isinstance(self.policy, str) or not callable(self.policy)):
@@ -149,3 +159,10 @@ def _check_int(name: str, value: object, *, minimum: int, none: bool) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise InvalidArgumentError(f"{name}: takes an integer >= {minimum}{' or None' if none else ''}; got {value!r}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST_SECONDS:
+        raise InvalidArgumentError(f"{name}: takes a number > 0 or None; got {value!r}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_cb.admission import QueueLimits
 from hf_cb.config import CBConfig, ResolvedConfig
 from hf_cb.errors import EngineClosedError, InvalidArgumentError, RequestTooLongError, UnsupportedModelError
 from hf_cb.handle import GenerationHandle, GenerationResult, OutputQueue
@@ -54,7 +55,7 @@ class Engine:
         self._served = served
         self._reason = reason
         self._refresh = refresh
-        self._settings = config
+        self._limits = QueueLimits(config.max_queue_size, config.queue_timeout)
         self._closed = False
         self._native_calls: Counter[str] = Counter()
         self._native_lock = threading.Lock()
@@ -63,7 +64,7 @@ class Engine:
             self._start(served)
 
     def _start(self, served: Served) -> None:
-        self._worker = Worker(served.machinery, served.config.record_steps)
+        self._worker = Worker(served.machinery, served.config.record_steps, self._limits)
         # The thread holds the worker, not the engine: an engine nobody holds any more ends its thread.
         weakref.finalize(self, _close_quietly, self._worker).atexit = False
 
@@ -78,8 +79,8 @@ class Engine:
         policies "priority" and "fair"), cache_salt (keys and values are shared only between requests with the same one). What
         is left out comes from the model's generation_config; a seed from torch's generator on the calling thread.
 
-        Raises InvalidArgumentError, RequestTooLongError, UnsupportedModelError, EngineClosedError or EngineDeadError; if it
-        does not raise, the handle resolves exactly once.
+        Raises InvalidArgumentError, RequestTooLongError, EngineOverloadedError, UnsupportedModelError, EngineClosedError or
+        EngineDeadError; if it does not raise, the handle resolves exactly once.
         """
         self._follow_model()
         return self.submit_all([self.make_request(input_ids, **options)])[0]

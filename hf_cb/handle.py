@@ -40,6 +40,8 @@ class OutputQueue:
         self.request = request
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.admitted = False  # engine thread only, as are the next two
+        self.admit_by: float | None = None  # on time.monotonic()'s clock
         self.num_cached_tokens = 0
         self.submitted_at = time.perf_counter()
         self.first_token_at = self.finished_at = 0.0

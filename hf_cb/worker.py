@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_cb.admission import QueueLimits
 from hf_cb.core.output import Emission
 from hf_cb.errors import (
     EngineClosedError,
@@ -28,11 +29,12 @@ from hf_cb.errors import (
     HFCBError,
     InvalidArgumentError,
     RequestFailedError,
+    RequestTimeoutError,
     UnsupportedCallError,
 )
 from hf_cb.handle import OutputQueue
 from hf_cb.machinery import Machinery
-from hf_cb.request import FinishReason, Request
+from hf_cb.request import FinishReason
 from hf_cb.stats import Meter
 
 logger = logging.getLogger("hf_cb")
@@ -49,8 +51,9 @@ class _Replacement:
 class Worker:
     """One thread that turns requests into tokens. All public methods may be called from any thread."""
 
-    def __init__(self, machinery: Machinery, record_steps: int = 0) -> None:
+    def __init__(self, machinery: Machinery, record_steps: int = 0, limits: QueueLimits | None = None) -> None:
         self.machinery = machinery
+        self._limits = limits or QueueLimits()
         self.meter = Meter(record_steps)
         self._changed = threading.Condition()
         # Guarded by _changed:
@@ -66,21 +69,29 @@ class Worker:
         self._forgotten: deque[int] = deque()
         # The worker thread's own:
         self._queues: dict[int, OutputQueue] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines: list[tuple[float, int, bool]] = []  # (when, request id, whether being admitted would do), a heap
         _workers.add(self)
 
     # -- the door ---------------------------------------------------------------------------------------------------------
 
     def submit(self, queues: Sequence[OutputQueue]) -> None:
-        """Take in, all or none. Raises EngineClosedError, EngineDeadError; on the worker itself UnsupportedCallError."""
+        """Take in, all or none. Raises EngineClosedError, EngineDeadError, EngineOverloadedError; on the worker itself
+        UnsupportedCallError."""
         if threading.current_thread() is self._thread:
             raise UnsupportedCallError("submit: called on the engine's own thread, which would wait for itself")
         with self._changed:
             self._check_open()
+            scheduler = self.machinery.scheduler
+            waiting = len(self._inbox) + scheduler.num_waiting
+            self._limits.check(len(queues), waiting, scheduler.num_running, scheduler.num_seats)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="hf_cb-engine", daemon=True)
                 thread.start()  # may raise: nothing has come in then
                 self._thread = thread
+            if self._limits.queue_timeout is not None:
+                admit_by = time.monotonic() + self._limits.queue_timeout
+                for queue in queues:
+                    queue.admit_by = admit_by
             self._inbox.extend(queues)
             self._changed.notify_all()
 
@@ -220,7 +231,7 @@ class Worker:
             while self._forgotten:
                 aborts.add(self._forgotten.popleft())
             for item in list(self._inbox):  # behind a barrier: the machinery has not seen it
-                reason = _ended_early(item.request, aborts) if isinstance(item, OutputQueue) else None
+                reason = _ended_early(item, aborts) if isinstance(item, OutputQueue) else None
                 if isinstance(item, OutputQueue) and reason is not None:
                     self._inbox.remove(item)
                     early.append((item, reason, None))
@@ -239,11 +250,25 @@ class Worker:
         self.machinery.runner.add(request)
         self.meter.prompt_tokens += len(request.prompt)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id, False))
+        if queue.admit_by is not None:
+            heapq.heappush(self._deadlines, (queue.admit_by, request.request_id, True))
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            self._finish(heapq.heappop(self._deadlines)[1], FinishReason.TIMEOUT)
+            _, request_id, admission_will_do = heapq.heappop(self._deadlines)
+            queue = self._queues.get(request_id)
+            if queue is not None and admission_will_do and not queue.admitted:
+                self._finish(request_id, FinishReason.TIMEOUT, self._never_admitted(request_id))
+            elif not admission_will_do:
+                self._finish(request_id, FinishReason.TIMEOUT)
+
+    def _never_admitted(self, request_id: int) -> RequestTimeoutError:
+        scheduler = self.machinery.scheduler
+        return RequestTimeoutError(
+            f"queue_timeout: request {request_id} was not admitted within {self._limits.queue_timeout} s; "
+            f"{scheduler.num_waiting} wait and {scheduler.num_running} run"
+        )
 
     def _finish(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
         """End a request that the scheduler has not ended itself, and give its blocks back."""
@@ -259,6 +284,7 @@ class Worker:
     def _step(self) -> None:
         outcome = self.machinery.step()
         for request_id, num_tokens in outcome.cached:
+            self._queues[request_id].admitted = True
             self._queues[request_id].num_cached_tokens = num_tokens
             self.meter.prefix_hits += num_tokens > 0
             self.meter.cached_tokens += num_tokens
@@ -309,12 +335,11 @@ class Worker:
             queue.close(FinishReason.FAILED, EngineDeadError(str(self._dead)))
 
 
-def _ended_early(request: Request, aborts: set[int]) -> FinishReason | None:
-    if request.request_id in aborts:
+def _ended_early(queue: OutputQueue, aborts: set[int]) -> FinishReason | None:
+    if queue.request.request_id in aborts:
         return FinishReason.CANCELLED
-    if request.deadline is not None and request.deadline <= time.monotonic():
-        return FinishReason.TIMEOUT
-    return None
+    ends = [time_ for time_ in (queue.request.deadline, queue.admit_by) if time_ is not None]
+    return FinishReason.TIMEOUT if ends and min(ends) <= time.monotonic() else None
 
 
 def _failure(emission: Emission) -> RequestFailedError | None:

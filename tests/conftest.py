@@ -45,9 +45,9 @@ class _Watch:
         self._dead: list[Scheduler] = []  # what a dead engine held is gone with it
         init, submit, replace, die = Worker.__init__, Worker.submit, Worker.replace, Worker._die
 
-        def note_init(worker: Worker, machinery: Machinery, record_steps: int = 0) -> None:
+        def note_init(worker: Worker, machinery: Machinery, *args: object) -> None:
             self.schedulers.append(machinery.scheduler)
-            init(worker, machinery, record_steps)
+            init(worker, machinery, *args)
 
         def note_submit(worker: Worker, queues: Sequence[OutputQueue]) -> None:
             submit(worker, queues)

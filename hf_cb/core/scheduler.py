@@ -93,6 +93,11 @@ class Scheduler:
         return len(self._policy)
 
     @property
+    def num_seats(self) -> int:
+        """How many more can be admitted at once, as far as one can tell: none, if somebody waits."""
+        return 0 if self.num_waiting else self._max_batch_size - self.num_running
+
+    @property
     def has_work(self) -> bool:
         """Whether `schedule` would give anything to compute."""
         return bool(self._sequences)
