@@ -30,6 +30,10 @@ class CBConfig:
     max_batch_tokens: int | None = None
     """Token budget: the most tokens that one step computes, prompts and outputs together."""
 
+    target_itl_ms: float | None = None
+    """Milliseconds between two tokens of a stream to aim at while prompts come in: their chunks are made as large as fits,
+    by the times that steps took. None: max_batch_tokens alone limits them."""
+
     max_batch_size: int | None = None
     """The most sequences that run at the same time."""
 
@@ -68,7 +72,7 @@ class CBConfig:
             _check_int(name, getattr(self, name), minimum=1, none=True)
         _check_int("record_steps", self.record_steps, minimum=0, none=False)
         _check_int("max_queue_size", self.max_queue_size, minimum=0, none=True)
-        for name in ("queue_timeout",):
+        for name in ("queue_timeout", "target_itl_ms"):
             _check_positive(name, getattr(self, name))
         if self.fallback not in get_args(Fallback):
             raise InvalidArgumentError(f"fallback: takes 'native' or 'error'; got {self.fallback!r}")

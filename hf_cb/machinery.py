@@ -62,6 +62,7 @@ class Machinery:
         blocks_used = scheduler.blocks_used
         tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens
         result = self._execute(output)
+        scheduler.observe(output, time.perf_counter() - began)
         emissions = scheduler.update(output, result)
         record = StepRecord(
             started=began,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import Emission, ScheduledRow, SchedulerOutput, StepResult
+from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.sequence import Sequence
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
@@ -55,7 +56,8 @@ class Scheduler:
 
     `max_batch_tokens`: token budget of a step. `max_batch_size`: the most sequences that run at a time. `num_blocks` x
     `block_size`: the KV cache, in tokens. `policy`: order of service, a fresh one; first come, first served if None.
-    `prefix_cache`: whether sequences that begin alike share the blocks of what they have in common.
+    `prefix_cache`: whether sequences that begin alike share the blocks of what they have in common. `target_itl`: seconds that
+    sequences shall wait for their next token at most while others compute prompts; None: the budget alone counts.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Scheduler:
         max_batch_size: int,
         policy: Policy | None = None,
         prefix_cache: bool = True,
+        target_itl: float | None = None,
     ) -> None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("max_batch_size", max_batch_size)):
             if value < 1:
@@ -79,6 +82,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # waiting and running
         self._running: dict[int, Sequence] = {}  # in the order of admission
         self._arrivals = itertools.count()
+        self._pacer = None if target_itl is None else Pacer(target_itl, block_size)
         self._watermark = num_blocks // _WATERMARK
         self._is_crowded = False  # somebody was preempted, and nobody has ended since
 
@@ -152,13 +156,18 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true."""
-        draft = _Draft(self._max_batch_tokens)
+        budget = self._budget()
+        draft = _Draft(budget)
         self._serve_running(draft)
         if not draft.preempted:  # else who is admitted now would be the next to be preempted
             self._admit(draft)
-        return SchedulerOutput(
-            tuple(draft.rows.values()), self._max_batch_tokens - draft.budget, tuple(draft.preempted), tuple(draft.cached)
-        )
+        return SchedulerOutput(tuple(draft.rows.values()), budget - draft.budget, tuple(draft.preempted), tuple(draft.cached))
+
+    def observe(self, output: SchedulerOutput, seconds: float) -> None:
+        """Learn how long the step of `output` took."""
+        if self._pacer is not None:
+            singles = sum(len(row.token_ids) == 1 for row in output.rows)
+            self._pacer.observe(singles, output.num_scheduled_tokens - singles, seconds)
 
     def update(self, output: SchedulerOutput, result: StepResult) -> list[Emission]:
         """Take in what the step of the latest `schedule` computed: append tokens, end what is done, free its blocks.
@@ -198,8 +207,18 @@ class Scheduler:
         if self._kv.blocks_used and not running:
             raise EngineDeadError("scheduler: nothing runs, yet blocks are held")
 
+    def _budget(self) -> int:
+        """Tokens of the next step."""
+        if self._pacer is None:
+            return self._max_batch_tokens
+        singles = sum(map(_lacks_one_token, self._running.values()))
+        if not singles:
+            return self._max_batch_tokens
+        return min(self._max_batch_tokens, singles + self._pacer.allowance())
+
     def _serve_running(self, draft: _Draft) -> None:
-        for seq in list(self._running.values()):
+        # Who lacks one token comes first, or a prompt that is served in chunks would keep others from their next token.
+        for seq in sorted(self._running.values(), key=_lacks_one_token, reverse=True):
             if draft.budget == 0:
                 return
             if seq.status is not Status.RUNNING:  # preempted for one before it
@@ -283,3 +302,7 @@ class Scheduler:
         del self._sequences[seq.request_id]
         seq.status = Status.FINISHED
         seq.finish_reason = reason
+
+
+def _lacks_one_token(seq: Sequence) -> bool:
+    return len(seq.tokens) - seq.num_computed_tokens == 1

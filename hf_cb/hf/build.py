@@ -46,6 +46,7 @@ def build(model: Any, config: CBConfig) -> Served:
         max_batch_size=resolved.max_batch_size,
         policy=make_policy(resolved.policy),
         prefix_cache=resolved.prefix_cache,
+        target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
     )
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
