@@ -30,7 +30,8 @@ from hf_cb.hf.build import build
 from hf_cb.hf.generate import GoNativeError, call_arguments, generate, why_native
 from hf_cb.hf.support import UnservableError
 from hf_cb.hf.twin import Fingerprint
-from hf_cb.options import check_seed
+from hf_cb.options import check_seed, make_service
+from hf_cb.request import Service
 from hf_cb.runtime.threads import release_pool
 
 logger = logging.getLogger("hf_cb")
@@ -74,8 +75,8 @@ class GenerationBackend(abc.ABC):
         """Why a call with these arguments runs natively, as far as that can be told beforehand; None: it is served here."""
 
     @abc.abstractmethod
-    def generate(self, arguments: dict[str, Any], seed: int | None) -> Any:
-        """Answer one call of `model.generate(**arguments)`."""
+    def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
+        """Answer one call of `model.generate(**arguments)`; `service` says how soon and for whom."""
 
     def plain(self, arguments: dict[str, Any], seed: int | None = None) -> Any:
         """The model's own generate, one call at a time. With a seed, torch's global generators are as they were afterwards."""
@@ -113,7 +114,7 @@ class SerializedBackend(GenerationBackend):
         """Every call is plain generate."""
         return None
 
-    def generate(self, arguments: dict[str, Any], seed: int | None) -> Any:
+    def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
         """Wait for the lock, then run plain generate."""
         return self.plain(arguments, seed)
 
@@ -145,13 +146,13 @@ class ContinuousBatchingBackend(GenerationBackend):
             return "the model has a generate of its own"
         return self.engine.unsupported_reason or why_native(self.model, call)
 
-    def generate(self, arguments: dict[str, Any], seed: int | None) -> Any:
+    def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
         """Through the engine where it can, else natively with the reason counted and logged."""
         self._refresh()
         reason = self.why_not(arguments)
         if reason is None:
             try:
-                return generate(self.engine, self.original, arguments, seed)
+                return generate(self.engine, self.original, arguments, seed, service)
             except (GoNativeError, UnsupportedModelError) as error:  # the latter: another caller's refresh came between
                 reason = str(error)
         if self.config.fallback == "error":
@@ -225,9 +226,19 @@ class _Generate:
         self._model = weakref.ref(model)
         self.__signature__ = inspect.signature(backend.original)
 
-    def __call__(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        seed: int | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
         arguments = call_arguments(self.backend.original, args, kwargs)
-        return self.backend.generate(arguments, None if seed is None else check_seed(seed))
+        service = make_service({"priority": priority, "tenant": tenant, "cache_salt": cache_salt, "timeout": timeout})
+        return self.backend.generate(arguments, None if seed is None else check_seed(seed), service)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copied model generates plainly, with its own weights: this backend serves the original.

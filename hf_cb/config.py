@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hf_cb.errors import InvalidArgumentError
 
 Fallback = Literal["native", "error"]
+_POLICIES = ("fcfs", "priority", "fair")
 
 # Below these, a modest default: enough for many long conversations, a small part of any machine that runs the model.
 _CPU_KV_BYTES = 4 << 30
+_MOST_SECONDS = 1e6  # far beyond any use, and what clocks and locks can still wait for
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_BATCH_SIZE = 256
 
@@ -27,6 +29,10 @@ class CBConfig:
 
     max_batch_tokens: int | None = None
     """Token budget: the most tokens that one step computes, prompts and outputs together."""
+
+    target_itl_ms: float | None = None
+    """Milliseconds between two tokens of a stream to aim at while prompts come in: their chunks are made as large as fits,
+    by the times that steps took. None: max_batch_tokens alone limits them."""
 
     max_batch_size: int | None = None
     """The most sequences that run at the same time."""
@@ -44,6 +50,18 @@ class CBConfig:
     """Bytes that copies of the weights may take, in an order that is faster to compute with on a CPU; 0 for none. By default
     up to a quarter of the free memory. They take as much as the linear layers themselves: about the model once more."""
 
+    max_queue_size: int | None = None
+    """The most requests that may wait; one more raises EngineOverloadedError. None: any number."""
+
+    queue_timeout: float | None = None
+    """Seconds after which a request that was never admitted ends with RequestTimeoutError. None: never."""
+
+    policy: str | Callable[[], Any] = "fcfs"
+    """Order of service: "fcfs", "priority", "fair", or a subclass of `hf_cb.core.policy.Policy`."""
+
+    prefix_cache: bool = True
+    """Whether a request takes over the keys and values that an earlier one with the same beginning has computed."""
+
     attention_backend: str | None = None
     """Name of the attention backend."""
 
@@ -58,8 +76,15 @@ class CBConfig:
             _check_int(name, getattr(self, name), minimum=1, none=True)
         _check_int("pack_memory", self.pack_memory, minimum=0, none=True)
         _check_int("record_steps", self.record_steps, minimum=0, none=False)
+        _check_int("max_queue_size", self.max_queue_size, minimum=0, none=True)
+        for name in ("queue_timeout", "target_itl_ms"):
+            _check_positive(name, getattr(self, name))
         if self.fallback not in get_args(Fallback):
             raise InvalidArgumentError(f"fallback: takes 'native' or 'error'; got {self.fallback!r}")
+        if self.policy not in _POLICIES and (isinstance(self.policy, str) or not callable(self.policy)):
+            raise InvalidArgumentError(f"policy: takes {', '.join(_POLICIES)}, or a class; got {self.policy!r}")
+        if not isinstance(self.prefix_cache, bool):
+            raise InvalidArgumentError(f"prefix_cache: takes True or False; got {self.prefix_cache!r}")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             raise InvalidArgumentError(f"attention_backend: takes a name or None; got {self.attention_backend!r}")
 
@@ -101,6 +126,8 @@ class CBConfig:
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=num_blocks * bytes_per_block,
+            policy=self.policy,
+            prefix_cache=self.prefix_cache,
             fallback=self.fallback,
             record_steps=self.record_steps,
         )
@@ -126,6 +153,8 @@ class ResolvedConfig:
     block_size: int
     num_blocks: int
     kv_cache_memory: int
+    policy: str | Callable[[], Any]
+    prefix_cache: bool
     fallback: Fallback
     record_steps: int
 
@@ -139,3 +168,10 @@ def _check_int(name: str, value: object, *, minimum: int, none: bool) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise InvalidArgumentError(f"{name}: takes an integer >= {minimum}{' or None' if none else ''}; got {value!r}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST_SECONDS:
+        raise InvalidArgumentError(f"{name}: takes a number > 0 or None; got {value!r}")

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_cb.admission import QueueLimits
 from hf_cb.config import CBConfig, ResolvedConfig
 from hf_cb.errors import EngineClosedError, InvalidArgumentError, RequestTooLongError, UnsupportedModelError
 from hf_cb.handle import GenerationHandle, GenerationResult, OutputQueue
+from hf_cb.machinery import Machinery
 from hf_cb.options import Defaults, check_seed, make_request
 from hf_cb.request import Request
 from hf_cb.runtime.threads import release_pool
 from hf_cb.stats import EngineStats, StepRecord
-from hf_cb.worker import Machinery, Worker
+from hf_cb.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Engine:
         self._served = served
         self._reason = reason
         self._refresh = refresh
-        self._settings = config
+        self._limits = QueueLimits(config.max_queue_size, config.queue_timeout)
         self._closed = False
         self._native_calls: Counter[str] = Counter()
         self._native_lock = threading.Lock()
@@ -63,7 +65,7 @@ class Engine:
             self._start(served)
 
     def _start(self, served: Served) -> None:
-        self._worker = Worker(served.machinery, served.config.record_steps)
+        self._worker = Worker(served.machinery, served.config.record_steps, self._limits)
         # The thread holds the worker, not the engine: an engine nobody holds any more ends its thread.
         weakref.finalize(self, _close_quietly, self._worker).atexit = False
 
@@ -74,11 +76,12 @@ class Engine:
 
         `input_ids`: token ids, a sequence of ints or a tensor of shape [n] or [1, n], n >= 1. Options: max_new_tokens,
         eos_token_id (an int, a sequence, or None for none), do_sample, temperature, top_k, top_p, min_new_tokens, seed,
-        timeout (seconds until the request ends with RequestTimeoutError). What is left out comes from the model's
-        generation_config; a seed from torch's generator on the calling thread.
+        timeout (seconds until the request ends with RequestTimeoutError), priority (lower is sooner) and tenant (for the
+        policies "priority" and "fair"), cache_salt (keys and values are shared only between requests with the same one). What
+        is left out comes from the model's generation_config; a seed from torch's generator on the calling thread.
 
-        Raises InvalidArgumentError, RequestTooLongError, UnsupportedModelError, EngineClosedError or EngineDeadError; if it
-        does not raise, the handle resolves exactly once.
+        Raises InvalidArgumentError, RequestTooLongError, EngineOverloadedError, UnsupportedModelError, EngineClosedError or
+        EngineDeadError; if it does not raise, the handle resolves exactly once.
         """
         self._follow_model()
         return self.submit_all([self.make_request(input_ids, **options)])[0]
@@ -152,7 +155,7 @@ class Engine:
         with self._native_lock:
             native = dict(self._native_calls)
         if served is None or worker is None:
-            return EngineStats(0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, native, "none", self._reason or "", 0)
+            return EngineStats(0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", self._reason or "", 0)
         meter, scheduler = worker.meter, worker.machinery.scheduler
         steps = max(1, meter.steps)
         return EngineStats(
@@ -169,6 +172,8 @@ class Engine:
             model_seconds=meter.model_seconds,
             mean_batch_size=meter.rows / steps,
             kv_waste=meter.waste_sum / steps,
+            prefix_hits=meter.prefix_hits,
+            cached_tokens=meter.cached_tokens,
             native_calls=native,
             attention_backend=served.attention_backend,
             attention_reason=served.attention_reason,
@@ -186,7 +191,10 @@ class Engine:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Sole use of the model: inside the block no step runs. Requests may come in; they wait."""
+        """Sole use of the model: inside the block no step runs. Requests may come in; they wait.
+
+        The prefix cache is empty afterwards: the weights may be others.
+        """
         worker = self._worker
         if worker is None:
             yield
@@ -196,6 +204,15 @@ class Engine:
             yield
         finally:
             worker.resume()
+
+    def reset_prefix_cache(self) -> None:
+        """Let no request that is submitted from now on begin with keys and values that were computed before.
+
+        The engine does so by itself after a pause, and when it finds weights changed in place. It may miss a write through
+        `.data`, or through memory shared with something else, that spares most of a weight.
+        """
+        if self._worker is not None:
+            self._worker.forget_prefixes()
 
     def shutdown(self, drain: bool = True) -> None:
         """Take no more requests and end the thread. With `drain`, finish what there is, else end it with EngineClosedError."""

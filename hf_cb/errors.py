@@ -8,6 +8,7 @@ HFCBError
 ├── AlreadyInstalledError (RuntimeError)    install() on a model that has a backend
 ├── NotInstalledError (RuntimeError)        uninstall() or get_engine() on a model that has none
 ├── EngineClosedError (RuntimeError)        submit after shutdown()
+├── EngineOverloadedError (RuntimeError)    too many requests wait already: CBConfig.max_queue_size
 ├── EngineDeadError (RuntimeError)          the engine cannot go on (broken invariant, lost device, fork)
 ├── RequestCancelledError (RuntimeError)    the request was cancelled before it ended
 ├── RequestTimeoutError (TimeoutError)      the request's own deadline passed, or result(timeout=) ran out
@@ -49,6 +50,10 @@ class NotInstalledError(HFCBError, RuntimeError):
 
 class EngineClosedError(HFCBError, RuntimeError):
     """The engine was shut down and takes no more requests."""
+
+
+class EngineOverloadedError(HFCBError, RuntimeError):
+    """Too many requests wait already. The message says how many wait and run. Nothing was queued: try again later."""
 
 
 class EngineDeadError(HFCBError, RuntimeError):

@@ -30,6 +30,7 @@ class GenerationResult:
     submitted_at: float
     first_token_at: float
     finished_at: float
+    num_cached_tokens: int = 0  # of the prompt, that were in the KV cache already
 
 
 class OutputQueue:
@@ -39,6 +40,9 @@ class OutputQueue:
         self.request = request
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.admitted = False  # engine thread only, as are the next two
+        self.admit_by: float | None = None  # on time.monotonic()'s clock
+        self.num_cached_tokens = 0
         self.submitted_at = time.perf_counter()
         self.first_token_at = self.finished_at = 0.0
         self._error: HFCBError | None = None
@@ -126,6 +130,7 @@ class OutputQueue:
             self.submitted_at,
             self.first_token_at,
             self.finished_at,
+            self.num_cached_tokens,
         )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_cb.errors import InvalidArgumentError, UnsupportedCallError
-from hf_cb.request import Request, SamplingParams
+from hf_cb.request import Request, SamplingParams, Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,8 @@ class Defaults:
 
 _DEFAULT_NEW_TOKENS = 20
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_new_tokens")
-OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", "timeout")
+_SERVICE = ("priority", "tenant", "cache_salt", "timeout")
+OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", *_SERVICE)
 
 
 def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults, draw_seed: Callable[[], int]) -> Request:
@@ -49,16 +49,30 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
         max_new_tokens = _default_new_tokens(len(prompt), defaults)
     if not _is_int(max_new_tokens) or max_new_tokens < 1:
         raise InvalidArgumentError(f"max_new_tokens: takes an integer >= 1; got {max_new_tokens!r}")
-    timeout = options.get("timeout")
-    if timeout is not None and not (_is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
-        raise InvalidArgumentError(f"timeout: takes seconds > 0, at most {threading.TIMEOUT_MAX:.0f}, or None; got {timeout!r}")
+    service = make_service({name: options[name] for name in _SERVICE if name in options})
     return Request(
         prompt=prompt,
         max_new_tokens=int(max_new_tokens),
         eos_token_ids=_eos_ids(options["eos_token_id"]) if "eos_token_id" in options else defaults.eos_token_ids,
         sampling=_sampling(options, defaults.sampling, draw_seed),
-        deadline=None if timeout is None else time.monotonic() + timeout,
+        deadline=service.deadline(),
+        service=service,
     )
+
+
+def make_service(options: Mapping[str, Any]) -> Service:
+    """`options` as a Service. Raises InvalidArgumentError, naming the argument."""
+    service = Service(**{name: value for name, value in options.items() if value is not None})
+    if not _is_int(service.priority):
+        raise InvalidArgumentError(f"priority: takes an integer, lower is sooner; got {service.priority!r}")
+    for name in ("tenant", "cache_salt"):
+        value = getattr(service, name)
+        if value is not None and not isinstance(value, str):
+            raise InvalidArgumentError(f"{name}: takes a string or None; got {value!r}")
+    timeout = service.timeout
+    if timeout is not None and not (_is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
+        raise InvalidArgumentError(f"timeout: takes seconds > 0, at most {threading.TIMEOUT_MAX:.0f}, or None; got {timeout!r}")
+    return service
 
 
 def token_ids(input_ids: Any) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import time
 from dataclasses import dataclass, field
 
 _ids = itertools.count()
@@ -45,6 +46,25 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Service:
+    """How a request is served; no token depends on it.
+
+    `priority`: lower is sooner, under the policy "priority". `tenant`: whose it is, under the policy "fair".
+    `cache_salt`: keys and values are shared only between requests with the same salt. `timeout`: seconds until it ends with
+    RequestTimeoutError.
+    """
+
+    priority: int = 0
+    tenant: str | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+
+    def deadline(self) -> float | None:
+        """`timeout` from now, on `time.monotonic()`'s clock."""
+        return None if self.timeout is None else time.monotonic() + self.timeout
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One row of one call: the prompt, where to stop, how to choose tokens.
 
@@ -57,6 +77,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = SamplingParams()
     deadline: float | None = None
+    service: Service = Service()
     request_id: int = field(default_factory=lambda: next(_ids))  # unique in the process: nothing a caller can clash
 
     @property

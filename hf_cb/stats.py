@@ -42,6 +42,8 @@ class EngineStats:
     model_seconds: float
     mean_batch_size: float  # rows per step
     kv_waste: float  # share of the slots in used blocks that held nothing, mean over steps
+    prefix_hits: int  # requests that began with blocks of the prefix cache
+    cached_tokens: int  # prompt tokens that were found there
     native_calls: Mapping[str, int]  # reason -> calls that ran plain generate
     attention_backend: str
     attention_reason: str
@@ -55,6 +57,8 @@ class Meter:
         self.steps = 0
         self.rows = 0
         self.prompt_tokens = 0
+        self.prefix_hits = 0
+        self.cached_tokens = 0
         self.output_tokens = 0
         self.step_seconds = 0.0
         self.model_seconds = 0.0

@@ -21,37 +21,23 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from hf_cb.core.output import Emission, SchedulerOutput
-from hf_cb.core.scheduler import Scheduler
+from hf_cb.admission import QueueLimits
+from hf_cb.core.output import Emission
 from hf_cb.errors import (
     EngineClosedError,
     EngineDeadError,
     HFCBError,
     InvalidArgumentError,
     RequestFailedError,
+    RequestTimeoutError,
     UnsupportedCallError,
 )
 from hf_cb.handle import OutputQueue
-from hf_cb.request import FinishReason, Request
-from hf_cb.runtime.model_runner import ModelRunner
-from hf_cb.stats import Meter, StepRecord
+from hf_cb.machinery import Machinery
+from hf_cb.request import FinishReason
+from hf_cb.stats import Meter
 
 logger = logging.getLogger("hf_cb")
-
-# A device error that leaves the device unusable: nothing can be retried (torch names it from 2.8 on).
-_DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError", EngineDeadError), EngineDeadError)
-
-
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """What the worker drives, and what `replace` exchanges as a whole."""
-
-    scheduler: Scheduler
-    runner: ModelRunner
-    block_size: int
-    num_blocks: int
 
 
 @dataclass(slots=True)
@@ -65,8 +51,9 @@ class _Replacement:
 class Worker:
     """One thread that turns requests into tokens. All public methods may be called from any thread."""
 
-    def __init__(self, machinery: Machinery, record_steps: int = 0) -> None:
+    def __init__(self, machinery: Machinery, record_steps: int = 0, limits: QueueLimits | None = None) -> None:
         self.machinery = machinery
+        self._limits = limits or QueueLimits()
         self.meter = Meter(record_steps)
         self._changed = threading.Condition()
         # Guarded by _changed:
@@ -77,25 +64,34 @@ class Worker:
         self._dead: BaseException | None = None
         self._pauses = 0
         self._parked = False
+        self._forget = False  # the prefix cache is to be emptied before anything else is scheduled
         # Lock-free, for the garbage collector: ids whose handle is gone.
         self._forgotten: deque[int] = deque()
         # The worker thread's own:
         self._queues: dict[int, OutputQueue] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines: list[tuple[float, int, bool]] = []  # (when, request id, whether being admitted would do), a heap
         _workers.add(self)
 
     # -- the door ---------------------------------------------------------------------------------------------------------
 
     def submit(self, queues: Sequence[OutputQueue]) -> None:
-        """Take in, all or none. Raises EngineClosedError, EngineDeadError; on the worker itself UnsupportedCallError."""
+        """Take in, all or none. Raises EngineClosedError, EngineDeadError, EngineOverloadedError; on the worker itself
+        UnsupportedCallError."""
         if threading.current_thread() is self._thread:
             raise UnsupportedCallError("submit: called on the engine's own thread, which would wait for itself")
         with self._changed:
             self._check_open()
+            scheduler = self.machinery.scheduler
+            waiting = len(self._inbox) + scheduler.num_waiting
+            self._limits.check(len(queues), waiting, scheduler.num_running, scheduler.num_seats)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="hf_cb-engine", daemon=True)
                 thread.start()  # may raise: nothing has come in then
                 self._thread = thread
+            if self._limits.queue_timeout is not None:
+                admit_by = time.monotonic() + self._limits.queue_timeout
+                for queue in queues:
+                    queue.admit_by = admit_by
             self._inbox.extend(queues)
             self._changed.notify_all()
 
@@ -144,8 +140,13 @@ class Worker:
         """Undo one `pause`."""
         with self._changed:
             self._pauses = max(0, self._pauses - 1)
-            self.machinery.runner.weights_may_have_changed = True  # what pauses are often for
+            self._forget = True  # the weights may be others now
             self._changed.notify_all()
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache before anything is scheduled that comes in after this."""
+        with self._changed:
+            self._forget = True
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests. With `drain`, finish those there are (pauses end); else end them with EngineClosedError.
@@ -225,14 +226,17 @@ class Worker:
                 except InvalidArgumentError as refusal:
                     # Checked against machinery that was replaced since, by one with fewer blocks; or here already.
                     early.append((item, FinishReason.FAILED, refusal))
+            forget, self._forget = self._forget, False
             aborts, self._aborts = set(self._aborts), []
             while self._forgotten:
                 aborts.add(self._forgotten.popleft())
             for item in list(self._inbox):  # behind a barrier: the machinery has not seen it
-                reason = _ended_early(item.request, aborts) if isinstance(item, OutputQueue) else None
+                reason = _ended_early(item, aborts) if isinstance(item, OutputQueue) else None
                 if isinstance(item, OutputQueue) and reason is not None:
                     self._inbox.remove(item)
                     early.append((item, reason, None))
+        if forget:
+            self.machinery.forget_prefixes()
         for queue, finish_reason, error in early:
             self.meter.finished[finish_reason] += 1
             queue.close(finish_reason, error)
@@ -241,16 +245,29 @@ class Worker:
 
     def _add(self, queue: OutputQueue) -> None:
         request = queue.request
-        self.machinery.scheduler.add(request)
+        self.machinery.add(request)
         self._queues[request.request_id] = queue
-        self.machinery.runner.add(request)
         self.meter.prompt_tokens += len(request.prompt)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id, False))
+        if queue.admit_by is not None:
+            heapq.heappush(self._deadlines, (queue.admit_by, request.request_id, True))
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            self._finish(heapq.heappop(self._deadlines)[1], FinishReason.TIMEOUT)
+            _, request_id, admission_will_do = heapq.heappop(self._deadlines)
+            queue = self._queues.get(request_id)
+            if queue is not None and admission_will_do and not queue.admitted:
+                self._finish(request_id, FinishReason.TIMEOUT, self._never_admitted(request_id))
+            elif not admission_will_do:
+                self._finish(request_id, FinishReason.TIMEOUT)
+
+    def _never_admitted(self, request_id: int) -> RequestTimeoutError:
+        scheduler = self.machinery.scheduler
+        return RequestTimeoutError(
+            f"queue_timeout: request {request_id} was not admitted within {self._limits.queue_timeout} s; "
+            f"{scheduler.num_waiting} wait and {scheduler.num_running} run"
+        )
 
     def _finish(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
         """End a request that the scheduler has not ended itself, and give its blocks back."""
@@ -264,52 +281,18 @@ class Worker:
         self._queues.pop(request_id).close(reason, error)
 
     def _step(self) -> None:
-        scheduler, runner = self.machinery.scheduler, self.machinery.runner
-        began = time.perf_counter()
-        output = scheduler.schedule()
-        if not output.rows:
-            raise RuntimeError("nothing can be scheduled although requests wait: the block accounting is broken")
-        blocks_used = scheduler.blocks_used
-        tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens
-        try:
-            result = runner.execute(output)
-        except _DEVICE_LOST:
-            raise
-        except Exception as error:
-            self._fail_step(output, error)
-            return
-        emissions = scheduler.update(output, result)
-        self._hand_over(emissions)
-        self.meter.add(
-            StepRecord(
-                started=began,
-                seconds=time.perf_counter() - began,
-                model_seconds=runner.model_seconds,
-                rows=tuple((row.request_id, len(row.token_ids)) for row in output.rows),
-                sampled=tuple(emission.request_id for emission in emissions if emission.token is not None),
-                preempted=output.preempted,
-                num_waiting=scheduler.num_waiting,
-                blocks_used=blocks_used,
-                tokens_stored=tokens_stored,
-                block_size=self.machinery.block_size,
-            )
-        )
-
-    def _hand_over(self, emissions: Sequence[Emission]) -> None:
-        for emission in emissions:
+        outcome = self.machinery.step()
+        for request_id, num_tokens in outcome.cached:
+            self._queues[request_id].admitted = True
+            self._queues[request_id].num_cached_tokens = num_tokens
+            self.meter.prefix_hits += num_tokens > 0
+            self.meter.cached_tokens += num_tokens
+        for emission in outcome.emissions:
             if emission.token is not None:
                 self._queues[emission.request_id].put(emission.token)
             if emission.finish_reason is not None:
-                error = None
-                if emission.finish_reason is FinishReason.FAILED:
-                    error = _failed(f"request {emission.request_id} failed: {emission.error}", emission.error)
-                self._close_queue(emission.request_id, emission.finish_reason, error)
-
-    def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
-        logger.error("a step of %d sequences failed; they end, the engine goes on", len(output.rows), exc_info=error)
-        for row in output.rows:
-            failure = _failed(f"the step that held request {row.request_id} failed: {type(error).__name__}: {error}", error)
-            self._finish(row.request_id, FinishReason.FAILED, failure)
+                self._close_queue(emission.request_id, emission.finish_reason, _failure(emission))
+        self.meter.add(outcome.record)
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 
@@ -351,16 +334,18 @@ class Worker:
             queue.close(FinishReason.FAILED, EngineDeadError(str(self._dead)))
 
 
-def _ended_early(request: Request, aborts: set[int]) -> FinishReason | None:
-    if request.request_id in aborts:
+def _ended_early(queue: OutputQueue, aborts: set[int]) -> FinishReason | None:
+    if queue.request.request_id in aborts:
         return FinishReason.CANCELLED
-    if request.deadline is not None and request.deadline <= time.monotonic():
-        return FinishReason.TIMEOUT
-    return None
+    ends = [time_ for time_ in (queue.request.deadline, queue.admit_by) if time_ is not None]
+    return FinishReason.TIMEOUT if ends and min(ends) <= time.monotonic() else None
 
 
-def _failed(message: str, cause: BaseException | None) -> RequestFailedError:
-    error = RequestFailedError(message)
+def _failure(emission: Emission) -> RequestFailedError | None:
+    cause = emission.error
+    if cause is None:
+        return None
+    error = RequestFailedError(f"request {emission.request_id} failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from hf_cb import worker as worker_module
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.handle import OutputQueue
-from hf_cb.worker import Machinery, Worker
+from hf_cb.machinery import Machinery
+from hf_cb.worker import Worker
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the models are tiny, and many tests bring threads of their own
@@ -44,9 +45,9 @@ class _Watch:
         self._dead: list[Scheduler] = []  # what a dead engine held is gone with it
         init, submit, replace, die = Worker.__init__, Worker.submit, Worker.replace, Worker._die
 
-        def note_init(worker: Worker, machinery: Machinery, record_steps: int = 0) -> None:
+        def note_init(worker: Worker, machinery: Machinery, *args: object) -> None:
             self.schedulers.append(machinery.scheduler)
-            init(worker, machinery, record_steps)
+            init(worker, machinery, *args)
 
         def note_submit(worker: Worker, queues: Sequence[OutputQueue]) -> None:
             submit(worker, queues)

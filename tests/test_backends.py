@@ -32,7 +32,7 @@ class Reversed(hf_cb.GenerationBackend):
     def why_not(self, call: dict[str, Any]) -> str | None:
         return None
 
-    def generate(self, arguments: dict[str, Any], seed: int | None) -> Any:
+    def generate(self, arguments: dict[str, Any], seed: int | None, service: Any) -> Any:
         return self.plain(arguments, seed).flip(1)
 
 

@@ -18,6 +18,10 @@ WRONG: list[tuple[str, Any]] = [
     *(("pack_memory", value) for value in (-1, 2.0, "5", True)),
     *(("record_steps", value) for value in (-1, 2.0, None, "5", True)),
     *(("fallback", value) for value in ("Native", None, True, "")),
+    *(("max_queue_size", value) for value in (-1, 2.0, "5", True)),
+    *((name, value) for name in ("queue_timeout", "target_itl_ms") for value in (0, -1, "5", True, float("nan"), float("inf"))),
+    *(("policy", value) for value in ("lifo", None, 3)),
+    *(("prefix_cache", value) for value in (None, 1, "yes")),
     *(("attention_backend", value) for value in (5, True, ["reference"])),
 ]
 

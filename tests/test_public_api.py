@@ -18,6 +18,7 @@ NAMES = [
     "Engine",
     "EngineClosedError",
     "EngineDeadError",
+    "EngineOverloadedError",
     "EngineStats",
     "FinishReason",
     "GenerationBackend",

@@ -11,10 +11,11 @@ from hf_cb.errors import EngineDeadError, InvalidArgumentError
 
 @dataclass(slots=True)
 class Block:
-    """`ref_count`: how many block tables hold it. `key`: what its content is published under, if it is."""
+    """`ref_count`: how many block tables hold it. `key`: what its `content` is published under, if it is."""
 
     ref_count: int = 0
     key: Hashable | None = None
+    content: object = None
 
 
 class BlockPool:
@@ -104,22 +105,33 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
-    def publish(self, block: int, key: Hashable) -> bool:
-        """Let `lookup(key)` find `block`, which is owned and whose content is final, until it is reused.
+    def publish(self, block: int, key: Hashable, content: object = None) -> bool:
+        """Let `lookup(key, content)` find `block`, which is owned and whose content is final, until it is reused.
 
-        False, and nothing changed, if another block holds the same content already.
+        `content` says what it is, if `key` is but a hash of that. False, and nothing changed, if another block is published
+        under the key already.
         """
         entry = self._blocks[block]
         if entry.ref_count == 0 or key is None or entry.key not in (None, key):
             raise EngineDeadError(f"block {block} cannot be published: it is not owned, or has other content")
         if self._published.setdefault(key, block) != block:
             return False
-        entry.key = key
+        entry.key, entry.content = key, content
         return True
 
-    def lookup(self, key: Hashable) -> int | None:
-        """The block with the content that was published as `key`, owned or cached. `incref` it to hold it."""
-        return self._published.get(key)
+    def lookup(self, key: Hashable, content: object = None) -> int | None:
+        """The block that was published as `key` with that `content`, owned or cached. `incref` it to hold it."""
+        block = self._published.get(key)
+        return block if block is not None and self._blocks[block].content == content else None
+
+    def unpublish_all(self) -> None:
+        """Let `lookup` find nothing any more: what the blocks hold is out of date. Who holds a block keeps it."""
+        for block in self._published.values():
+            entry = self._blocks[block]
+            entry.key = entry.content = None
+        self._published.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
 
     def check(self) -> None:
         """Raise EngineDeadError unless every block is free, cached or owned and the map agrees. O(num_blocks)."""
@@ -139,5 +151,5 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         entry = self._blocks[block]
         del self._published[entry.key]
-        entry.key = None
+        entry.key = entry.content = None
         return block

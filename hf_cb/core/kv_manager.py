@@ -1,23 +1,34 @@
-"""KVManager: the block tables of the sequences that hold blocks."""
+"""KVManager: the block tables of the sequences that hold blocks, and what they share.
+
+Full blocks are published under a chained hash of all tokens up to their end, after the step that wrote them succeeded. A
+sequence that is admitted takes the published blocks that it begins with as its own, all but the one with its last token, whose
+logits it needs. (The prefix cache of vLLM, Kwon et al., SOSP 2023, section 4.4.)
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from hf_cb.core.block_pool import BlockPool
+from hf_cb.core.prefix import BlockName, PrefixNames
 from hf_cb.core.sequence import Sequence
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
 
 
 class KVManager:
-    """Grows and releases block tables over `pool`, whose blocks hold `block_size` tokens each."""
+    """Grows and releases block tables over `pool`, whose blocks hold `block_size` tokens each.
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    `shares`: whether what one sequence has computed is used by others.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, shares: bool = False) -> None:
         if block_size < 1:
             raise InvalidArgumentError(f"block_size: takes an integer >= 1; got {block_size}")
         self._pool = pool
         self._block_size = block_size
+        self._shares = shares
         self._holders: dict[int, Sequence] = {}
+        self._coming: dict[bytes, int] = {}  # key of a block that a running sequence is to publish -> that sequence's id
 
     @property
     def num_slots(self) -> int:
@@ -32,11 +43,58 @@ class KVManager:
     @property
     def tokens_stored(self) -> int:
         """Tokens whose keys and values are in those blocks."""
-        return sum(seq.num_computed_tokens for seq in self._holders.values())
+        unused = sum(len(seq.block_table) * self._block_size - seq.num_computed_tokens for seq in self._holders.values())
+        return self._pool.num_owned * self._block_size - unused  # a block that is shared is full, so none is counted twice
 
-    def can_reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether `reserve` would succeed now."""
-        return self._num_missing(seq, num_tokens) <= self._pool.num_reusable
+    def can_reserve(self, seq: Sequence, num_tokens: int, prefix: tuple[int, ...] = (), headroom: int = 0) -> bool:
+        """Whether `reserve` would succeed now, after `adopt(seq, prefix)`, and leave `headroom` blocks."""
+        kept = sum(self._pool.ref_count(block) == 0 for block in prefix)
+        return self._num_missing(seq, num_tokens) - len(prefix) + kept + headroom <= self._pool.num_reusable
+
+    def match_prefix(self, seq: Sequence) -> tuple[int, ...] | None:
+        """The published blocks that `seq`, which holds none, begins with; the block of its last token is never among them.
+
+        None: a running sequence is just computing the next one, which will be here soon.
+        """
+        if not self._shares:
+            return ()
+        found: list[int] = []
+        usable = (seq.num_tokens - 1) // self._block_size
+        for name in self._names(seq, usable)[:usable]:
+            block = self._pool.lookup(name.key, name)
+            if block is None:
+                return None if name.key in self._coming else tuple(found)
+            found.append(block)
+        return tuple(found)
+
+    def adopt(self, seq: Sequence, prefix: tuple[int, ...]) -> None:
+        """Let `seq`, which is being admitted, begin with the blocks that `match_prefix` has just found."""
+        self._pool.incref(prefix)
+        seq.block_table = prefix
+        seq.num_computed_tokens = len(prefix) * self._block_size
+        self._holders[seq.request_id] = seq
+        if self._shares:
+            seq.num_published = len(prefix)
+            for name in self._names(seq, seq.num_tokens // self._block_size)[len(prefix) :]:
+                self._coming.setdefault(name.key, seq.request_id)
+
+    def publish(self, seq: Sequence) -> None:
+        """Let others find the blocks that `seq` has filled by now."""
+        full = seq.num_computed_tokens // self._block_size
+        if not self._shares or seq.num_published is None or full <= seq.num_published:
+            return
+        for i in range(seq.num_published, full):
+            name = self._names(seq, full)[i]
+            self._pool.publish(seq.block_table[i], name.key, name)
+            self._no_longer_coming(seq, name)
+        seq.num_published = full
+
+    def forget_prefixes(self) -> None:
+        """Let nobody find what was computed up to now: it is out of date. Who holds such blocks goes on with them."""
+        self._pool.unpublish_all()
+        self._coming.clear()
+        for seq in self._holders.values():
+            seq.num_published = None
 
     def reserve(self, seq: Sequence, num_tokens: int) -> tuple[int, ...] | None:
         """Grow `seq`'s block table until it covers `num_tokens` tokens and return it. None, nothing changed: not now.
@@ -56,10 +114,15 @@ class KVManager:
 
     def release(self, seq: Sequence) -> None:
         """Give `seq`'s blocks back; nothing of it counts as computed any more."""
+        if self._holders.pop(seq.request_id, None) is None:
+            return
+        if seq.num_published is not None and seq.names is not None:
+            for name in self._names(seq, 0)[seq.num_published :]:
+                self._no_longer_coming(seq, name)
         self._pool.release(seq.block_table)
-        self._holders.pop(seq.request_id, None)
         seq.block_table = ()
         seq.num_computed_tokens = 0
+        seq.num_published = 0
 
     def check(self) -> None:
         """Raise EngineDeadError unless the pool is sound and the tables are what it counts."""
@@ -70,6 +133,18 @@ class KVManager:
         for seq in self._holders.values():
             if seq.num_computed_tokens > len(seq.block_table) * self._block_size:
                 raise EngineDeadError(f"KV cache: request {seq.request_id} has more computed tokens than slots")
+        if not self._holders.keys() >= set(self._coming.values()):
+            raise EngineDeadError("KV cache: blocks are awaited from a sequence that does not run")
+
+    def _names(self, seq: Sequence, num_blocks: int) -> list[BlockName]:
+        """Of `seq`'s first `num_blocks` blocks at least."""
+        if seq.names is None:
+            seq.names = PrefixNames(self._block_size, seq.request.service.cache_salt)
+        return seq.names.upto(num_blocks, seq.tokens)
+
+    def _no_longer_coming(self, seq: Sequence, name: BlockName) -> None:
+        if self._coming.get(name.key) == seq.request_id:
+            del self._coming[name.key]
 
     def _num_missing(self, seq: Sequence, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size) - len(seq.block_table)

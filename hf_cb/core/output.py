@@ -33,6 +33,8 @@ class SchedulerOutput:
     rows: tuple[ScheduledRow, ...]
     num_scheduled_tokens: int
     preempted: tuple[int, ...] = ()  # request ids that lost their blocks while this step was composed
+    # (request id, tokens found in the prefix cache) of those admitted the first time: news rather than a decision, told once.
+    cached: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,24 @@
-"""Order of service: which waiting sequence is next, and which running one gives way when blocks run out."""
+"""Order of service: which waiting sequence is next, and which running one gives way when blocks run out.
+
+To supply one's own, subclass `Policy` and give the class to `CBConfig.policy`; each engine makes its own object of it. What a
+policy may look at: `Sequence.request.service` (priority, tenant), `arrival` and `arrived_at`, `num_tokens`.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hf_cb.core.sequence import Sequence
 
 
+@runtime_checkable
 class Policy(Protocol):
-    """Holds the waiting sequences of one scheduler, in its order.
+    """Holds the waiting sequences of one scheduler, in its order. Called on the engine's thread alone.
 
-    So that the scheduler always gets on, `victim` must agree with some ranking of the sequences in which the first does
-    not change while it runs: the first is then never preempted, ends, and the next is first.
+    So that the scheduler always gets on, `victim` must agree with some ranking of the sequences that changes only when one
+    arrives or gets a token: the first is then not preempted before it has got on itself.
     """
 
     def enqueue(self, seq: Sequence) -> None:
@@ -31,11 +36,16 @@ class Policy(Protocol):
     def victim(self, running: Iterable[Sequence]) -> Sequence:
         """The least deserving of `running`, which are one or more, in the order of their admission."""
 
+    def charge(self, seq: Sequence, prompt_tokens: int, output_tokens: int) -> None:
+        """`seq` was admitted the first time, with so many prompt tokens to compute, or has got so many output tokens."""
+        return
+
     def __len__(self) -> int:
         """How many wait."""
+        ...
 
 
-class FCFS:
+class FCFS(Policy):
     """First come, first served: who arrived first is admitted first and preempted last."""
 
     def __init__(self) -> None:

@@ -8,15 +8,19 @@ rule is vLLM v1's; iteration-level batching is Orca's, Yu et al., OSDI 2022.)
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass, field
 
 from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import Emission, ScheduledRow, SchedulerOutput, StepResult
+from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.sequence import Sequence
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
 from hf_cb.request import FinishReason, Request, Status
+
+_WATERMARK = 100  # one block in so many stays free at admission, for those that run
 
 
 @dataclass(slots=True)
@@ -26,6 +30,7 @@ class _Draft:
     budget: int  # tokens that may still be given
     rows: dict[int, ScheduledRow] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
+    cached: list[tuple[int, int]] = field(default_factory=list)
 
     def grant(self, seq: Sequence, end: int, block_table: tuple[int, ...]) -> None:
         """Give `seq` its tokens up to position `end`."""
@@ -51,6 +56,8 @@ class Scheduler:
 
     `max_batch_tokens`: token budget of a step. `max_batch_size`: the most sequences that run at a time. `num_blocks` x
     `block_size`: the KV cache, in tokens. `policy`: order of service, a fresh one; first come, first served if None.
+    `prefix_cache`: whether sequences that begin alike share the blocks of what they have in common. `target_itl`: seconds that
+    sequences shall wait for their next token at most while others compute prompts; None: the budget alone counts.
     """
 
     def __init__(
@@ -61,11 +68,13 @@ class Scheduler:
         max_batch_tokens: int,
         max_batch_size: int,
         policy: Policy | None = None,
+        prefix_cache: bool = True,
+        target_itl: float | None = None,
     ) -> None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("max_batch_size", max_batch_size)):
             if value < 1:
                 raise InvalidArgumentError(f"{name}: takes an integer >= 1; got {value}")
-        self._kv = KVManager(BlockPool(num_blocks), block_size)
+        self._kv = KVManager(BlockPool(num_blocks), block_size, prefix_cache)
         self.num_preemptions = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_size = max_batch_size
@@ -73,6 +82,9 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # waiting and running
         self._running: dict[int, Sequence] = {}  # in the order of admission
         self._arrivals = itertools.count()
+        self._pacer = None if target_itl is None else Pacer(target_itl, block_size)
+        self._watermark = num_blocks // _WATERMARK
+        self._is_crowded = False  # somebody was preempted, and nobody has ended since
 
     @property
     def num_running(self) -> int:
@@ -83,6 +95,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that were not admitted yet, or were preempted."""
         return len(self._policy)
+
+    @property
+    def num_seats(self) -> int:
+        """How many more can be admitted at once, as far as one can tell: none, if somebody waits."""
+        return 0 if self.num_waiting else self._max_batch_size - self.num_running
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +135,7 @@ class Scheduler:
         self.check_fits(request)
         if request.request_id in self._sequences:
             raise InvalidArgumentError(f"request: takes one that is not here yet; got {request.request_id} again")
-        seq = Sequence(request, next(self._arrivals))
+        seq = Sequence(request, next(self._arrivals), time.monotonic())
         self._sequences[request.request_id] = seq
         self._policy.enqueue(seq)
 
@@ -133,13 +150,24 @@ class Scheduler:
         self._end(seq, reason)
         return True
 
+    def forget_prefixes(self) -> None:
+        """Let no sequence begin with what was computed up to now: the model has changed. Those that run go on as they are."""
+        self._kv.forget_prefixes()
+
     def schedule(self) -> SchedulerOutput:
         """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true."""
-        draft = _Draft(self._max_batch_tokens)
+        budget = self._budget()
+        draft = _Draft(budget)
         self._serve_running(draft)
         if not draft.preempted:  # else who is admitted now would be the next to be preempted
             self._admit(draft)
-        return SchedulerOutput(tuple(draft.rows.values()), self._max_batch_tokens - draft.budget, tuple(draft.preempted))
+        return SchedulerOutput(tuple(draft.rows.values()), budget - draft.budget, tuple(draft.preempted), tuple(draft.cached))
+
+    def observe(self, output: SchedulerOutput, seconds: float) -> None:
+        """Learn how long the step of `output` took."""
+        if self._pacer is not None:
+            singles = sum(len(row.token_ids) == 1 for row in output.rows)
+            self._pacer.observe(singles, output.num_scheduled_tokens - singles, seconds)
 
     def update(self, output: SchedulerOutput, result: StepResult) -> list[Emission]:
         """Take in what the step of the latest `schedule` computed: append tokens, end what is done, free its blocks.
@@ -160,6 +188,7 @@ class Scheduler:
             if seq.num_computed_tokens != row.start or seq.status is not Status.RUNNING:
                 raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
             seq.num_computed_tokens += len(row.token_ids)
+            self._kv.publish(seq)
             if row.samples:
                 emissions.append(self._append(seq, result))
         return emissions
@@ -178,8 +207,18 @@ class Scheduler:
         if self._kv.blocks_used and not running:
             raise EngineDeadError("scheduler: nothing runs, yet blocks are held")
 
+    def _budget(self) -> int:
+        """Tokens of the next step."""
+        if self._pacer is None:
+            return self._max_batch_tokens
+        singles = sum(map(_lacks_one_token, self._running.values()))
+        if not singles:
+            return self._max_batch_tokens
+        return min(self._max_batch_tokens, singles + self._pacer.allowance())
+
     def _serve_running(self, draft: _Draft) -> None:
-        for seq in list(self._running.values()):
+        # Who lacks one token comes first, or a prompt that is served in chunks would keep others from their next token.
+        for seq in sorted(self._running.values(), key=_lacks_one_token, reverse=True):
             if draft.budget == 0:
                 return
             if seq.status is not Status.RUNNING:  # preempted for one before it
@@ -202,10 +241,20 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         while draft.budget > 0 and len(self._running) < self._max_batch_size:
             seq = self._policy.next_waiting()
-            # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
-            if seq is None or not self._kv.can_reserve(seq, seq.num_tokens):
+            if seq is None:
                 return
-            end = min(seq.num_tokens, draft.budget)
+            prefix = self._kv.match_prefix(seq)
+            if prefix is None:  # what it needs next is being computed: wait for that rather than compute it twice
+                return
+            # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
+            if not self._kv.can_reserve(seq, seq.num_tokens, prefix, self._headroom()):
+                return
+            self._kv.adopt(seq, prefix)
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = seq.num_computed_tokens
+                self._policy.charge(seq, seq.num_tokens - seq.num_cached_tokens, 0)
+                draft.cached.append((seq.request_id, seq.num_cached_tokens))
+            end = min(seq.num_tokens, seq.num_computed_tokens + draft.budget)
             block_table = self._kv.reserve(seq, end)
             assert block_table is not None  # can_reserve said so, for more
             self._policy.remove(seq)
@@ -213,12 +262,19 @@ class Scheduler:
             self._running[seq.request_id] = seq
             draft.grant(seq, end, block_table)
 
+    def _headroom(self) -> int:
+        """Blocks to leave free for those that run, so that who is admitted is not preempted, or preempts, right away."""
+        if not self._running:
+            return 0
+        return max(self._watermark, len(self._running)) if self._is_crowded else self._watermark
+
     def _preempt(self, seq: Sequence) -> None:
         """Take `seq`'s blocks. It keeps its tokens, and computes their keys and values again when it is resumed."""
         self._kv.release(seq)
         del self._running[seq.request_id]
         seq.status = Status.WAITING
         self._policy.put_back(seq)
+        self._is_crowded = True
         self.num_preemptions += 1
 
     def _append(self, seq: Sequence, result: StepResult) -> Emission:
@@ -226,6 +282,7 @@ class Scheduler:
         if token is None:
             raise EngineDeadError(f"request {seq.request_id}: the step gave neither a token nor an error")
         seq.tokens.append(token)
+        self._policy.charge(seq, 0, 1)
         reason = None
         if token in seq.request.eos_token_ids:
             reason = FinishReason.STOP
@@ -241,6 +298,11 @@ class Scheduler:
         else:
             self._policy.remove(seq)
         self._kv.release(seq)
+        self._is_crowded = False
         del self._sequences[seq.request_id]
         seq.status = Status.FINISHED
         seq.finish_reason = reason
+
+
+def _lacks_one_token(seq: Sequence) -> bool:
+    return len(seq.tokens) - seq.num_computed_tokens == 1

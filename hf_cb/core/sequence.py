@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hf_cb.core.prefix import PrefixNames
 from hf_cb.request import FinishReason, Request, Status
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way. `arrival`: its number in the order of `Scheduler.add`.
+    """A request on its way. `arrival`: its number in the order of `Scheduler.add`; `arrived_at`: when that was, in seconds on
+    `time.monotonic()`'s clock.
 
     `tokens`: the prompt, then the output. The keys and values of the first `num_computed_tokens` of them are in the
-    blocks of `block_table`, which may cover more: what a step that has not ended will write.
+    blocks of `block_table`, which may cover more: what a step that has not ended will write. The first
+    `num_cached_tokens` were there already when it was first admitted.
     """
 
     request: Request
     arrival: int
+    arrived_at: float = 0.0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(init=False)
     num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None  # None: it was never admitted
     block_table: tuple[int, ...] = ()  # a tuple, so that a step's rows can hold it as it is until it grows
+    num_published: int | None = 0  # of its blocks; None: no more of what it holds may be published
+    names: PrefixNames | None = None  # made by the KV manager, when it has a use for them
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)

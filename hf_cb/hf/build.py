@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
+from hf_cb.core.fair import Fair
+from hf_cb.core.policy import FCFS, Policy
+from hf_cb.core.priority import Priority
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.engine import Served
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import set_port
 from hf_cb.hf.generate import defaults_of
 from hf_cb.hf.support import Servable, examine
+from hf_cb.hf.twin import shared_tensors
+from hf_cb.hf.weights import WeightWatch
+from hf_cb.machinery import Machinery
 from hf_cb.options import Defaults
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
-from hf_cb.worker import Machinery
 
 # A CPU's step time grows with each token, so a budget this large already hides the cost of reading the weights.
 _BATCH_TOKENS = {"cpu": 512}
@@ -33,12 +39,15 @@ def build(model: Any, config: CBConfig) -> Served:
     cache = _allocate(servable, resolved)
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
-    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, servable.packs.follow)
+    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device)
     scheduler = Scheduler(
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
         max_batch_tokens=resolved.max_batch_tokens,
         max_batch_size=resolved.max_batch_size,
+        policy=make_policy(resolved.policy),
+        prefix_cache=resolved.prefix_cache,
+        target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
     )
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
@@ -47,7 +56,7 @@ def build(model: Any, config: CBConfig) -> Served:
         return Defaults() if current is None else defaults_of(current.generation_config, servable.max_positions)
 
     return Served(
-        machinery=Machinery(scheduler, runner, resolved.block_size, resolved.num_blocks),
+        machinery=Machinery(scheduler, runner, resolved.block_size, resolved.num_blocks, _follower(servable)),
         config=resolved,
         vocab_size=servable.vocab_size,
         max_positions=servable.max_positions,
@@ -60,6 +69,17 @@ def build(model: Any, config: CBConfig) -> Served:
     )
 
 
+_POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": FCFS, "priority": Priority, "fair": Fair}
+
+
+def make_policy(named: str | Callable[[], Policy]) -> Policy:
+    """A fresh one of what `CBConfig.policy` names."""
+    policy = (_POLICIES[named] if isinstance(named, str) else named)()
+    if not isinstance(policy, Policy):
+        raise InvalidArgumentError(f"policy: takes a subclass of hf_cb.core.policy.Policy; got {type(policy).__name__}")
+    return policy
+
+
 def _allocate(servable: Servable, resolved: ResolvedConfig) -> KVCache:
     try:
         return KVCache(servable.specs, resolved.num_blocks, resolved.block_size)
@@ -68,6 +88,17 @@ def _allocate(servable: Servable, resolved: ResolvedConfig) -> KVCache:
             f"kv_cache_memory: {resolved.num_blocks} blocks take {resolved.kv_cache_memory} bytes, and {servable.device} has "
             f"no room for them"
         ) from error
+
+
+def _follower(servable: Servable) -> Callable[[], bool]:
+    watch = WeightWatch(shared_tensors(servable.twin))
+
+    def follow() -> bool:
+        changed = watch.changed()
+        servable.packs.repack(changed)
+        return bool(changed)
+
+    return follow
 
 
 def _pack_memory(config: CBConfig) -> int:

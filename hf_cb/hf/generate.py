@@ -31,7 +31,7 @@ from hf_cb.errors import HFCBError, InvalidArgumentError
 from hf_cb.handle import GenerationHandle
 from hf_cb.hf.fates import FATES
 from hf_cb.options import Defaults, check_seed
-from hf_cb.request import Request, SamplingParams
+from hf_cb.request import Request, SamplingParams, Service
 
 _CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
 # Arguments of generate() that are not fields of the config, and that the engine understands or transformers' preamble handles.
@@ -116,7 +116,9 @@ class _PromptRecorder(BaseStreamer):
         """Never reached: the preamble only puts the prompt."""
 
 
-def generate(engine: Engine, original: Callable[..., Any], arguments: dict[str, Any], seed: int | None) -> Any:
+def generate(
+    engine: Engine, original: Callable[..., Any], arguments: dict[str, Any], seed: int | None, service: Service
+) -> Any:
     """Run one call through the engine. Raises GoNativeError if the merged options turn out to need plain generate."""
     streamer: BaseStreamer | None = arguments.get("streamer")
     recorder = _PromptRecorder() if streamer is not None else None
@@ -130,7 +132,8 @@ def generate(engine: Engine, original: Callable[..., Any], arguments: dict[str, 
         **model_kwargs: Any,
     ) -> Any:
         call = _Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs.get("attention_mask"))
-        requests = _requests(engine, call, seed)
+        deadline = service.deadline()
+        requests = [replace(request, service=service, deadline=deadline) for request in _requests(engine, call, seed)]
         return _run(engine, call, requests, streamer, recorder.prompt if recorder else None)
 
     return original(**{**arguments, "streamer": recorder, "custom_generate": decode})

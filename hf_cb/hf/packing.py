@@ -19,8 +19,6 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_cb.hf.weights import WeightWatch
-
 _TOKENS_HINT = 16  # tokens a step for which oneDNN chooses the order; it matters little
 _ops = torch.ops.mkldnn
 logger = logging.getLogger("hf_cb")
@@ -72,13 +70,12 @@ class Packs:
             if self.num_bytes + size <= limit:
                 self.num_bytes += size
                 self._packs.append(_Pack(modules))
-        sources = [(tensor, pack) for pack in self._packs for tensor in pack.sources()]
-        self._owners = [pack for _, pack in sources]
-        self._watch = WeightWatch(tensor for tensor, _ in sources)
+        self._copies = [(tensor, pack) for pack in self._packs for tensor in pack.sources()]
 
-    def follow(self) -> None:
-        """Copy again what has been written to since the last time."""
-        for pack in {self._owners[i]: None for i in self._watch.changed()}:
+    def repack(self, changed: Iterable[torch.Tensor]) -> None:
+        """Copy these again, as far as there are copies of them."""
+        ids = set(map(id, changed))
+        for pack in dict.fromkeys(pack for tensor, pack in self._copies if id(tensor) in ids):
             try:
                 pack.load()
             except RuntimeError:  # torch's out-of-memory error on a CPU, too

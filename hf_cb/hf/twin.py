@@ -19,9 +19,7 @@ from torch import nn
 
 def make_twin(model: nn.Module) -> nn.Module:
     """A copy of the module tree over the same weights, in eval mode."""
-    own = {id(buffer) for module in _modules_that_write_buffers(model) for buffer in module.buffers(recurse=False)}
-    tensors: list[torch.Tensor] = [*model.parameters(), *(b for b in model.buffers() if id(b) not in own)]
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared_tensors(model)}
     # The patched `generate` is an attribute of the instance, and not the twin's business.
     memo[id(vars(model).get("generate"))] = None
     twin = copy.deepcopy(model, memo)
@@ -90,6 +88,12 @@ class Fingerprint:
         if len(self.objects) != len(other.objects) or self.state != other.state:
             return False
         return all(a is b for a, b in zip(self.objects, other.objects, strict=True))
+
+
+def shared_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers that a model and its twin have in common."""
+    own = {id(buffer) for module in _modules_that_write_buffers(model) for buffer in module.buffers(recurse=False)}
+    return [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) not in own)]
 
 
 def forward_of(twin: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:

@@ -26,8 +26,8 @@ class WeightWatch:
         self._windows = [_window(tensor) for tensor in self._tensors]
         self._samples = [_bytes(window) for window in self._windows]
 
-    def changed(self) -> tuple[int, ...]:
-        """The indices of the tensors that have changed since the last look."""
+    def changed(self) -> list[torch.Tensor]:
+        """Those that have changed since the last look."""
         changed = []
         for i, tensor in enumerate(self._tensors):
             state = _version(tensor)
@@ -37,8 +37,8 @@ class WeightWatch:
             elif _bytes(self._windows[i]) == self._samples[i]:
                 continue
             self._samples[i] = _bytes(self._windows[i])
-            changed.append(i)
-        return tuple(changed)
+            changed.append(tensor)
+        return changed
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:

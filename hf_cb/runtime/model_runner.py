@@ -20,27 +20,16 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class ModelRunner:
     """Owns what a step needs besides the schedule: the model, its port, the sampling state of each request."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        port: AttentionPort,
-        block_size: int,
-        device: torch.device,
-        follow: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`follow` brings copies of the weights up to date."""
+    def __init__(self, forward: Forward, port: AttentionPort, block_size: int, device: torch.device) -> None:
         self._forward = forward
         self._port = port
         self._block_size = block_size
         self._device = device
-        self._follow = follow
-        self.weights_may_have_changed = False  # since the last step
         self._rows: dict[int, RowState] = {}
         self.model_seconds = 0.0  # in the latest step
 
     def add(self, request: Request) -> None:
         """Make ready to sample for `request`."""
-        self.weights_may_have_changed = True  # by its caller, before the call
         self._rows[request.request_id] = RowState.of(request, self._device)
 
     def remove(self, request_id: int) -> None:
@@ -50,17 +39,17 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the step. On an exception nothing has been sampled: the same output may be executed again."""
         with torch.inference_mode():
-            if self.weights_may_have_changed:
-                self.weights_may_have_changed = False
-                self._follow()
             batch = build_input_batch(output, self._block_size, self._device)
             began = time.perf_counter()
             logits = self.forward(batch)
             self.model_seconds = time.perf_counter() - began
             if not batch.sampling_ids:
                 return StepResult({})
+            not_numbers = _rows_with_nan(logits)
             sampled = sample(logits, [self._rows[request_id] for request_id in batch.sampling_ids])
-        errors = {batch.sampling_ids[i]: error for i, error in sampled.errors.items()}
+        errors: dict[int, BaseException] = {batch.sampling_ids[i]: error for i, error in sampled.errors.items()}
+        for i in not_numbers:  # greedy decoding would take the first NaN for the best token
+            errors[batch.sampling_ids[i]] = FloatingPointError("its logits hold NaN")
         tokens = dict(zip(batch.sampling_ids, sampled.tokens, strict=True))
         return StepResult({key: token for key, token in tokens.items() if key not in errors}, dict(errors))
 
@@ -71,3 +60,8 @@ class ModelRunner:
             return self._forward(batch.input_ids, batch.position_ids, batch.logits_indices)
         finally:
             self._port.end()
+
+
+def _rows_with_nan(logits: torch.Tensor) -> list[int]:
+    """Indices of the rows of logits [n, vocab] that hold a NaN: the largest of such a row is NaN."""
+    return logits.amax(dim=-1).isnan().nonzero().flatten().tolist()

@@ -36,28 +36,79 @@ def raise_once(owner: object, name: str, error: BaseException) -> None:
     setattr(owner, name, fail)
 
 
+ERRORS = [Boom("it broke"), torch.OutOfMemoryError("no memory"), AssertionError("odd")]
+
+
 @pytest.mark.parametrize("method", ["execute", "forward", "_forward"])
-@pytest.mark.parametrize("error", [Boom("it broke"), torch.OutOfMemoryError("no memory"), AssertionError("odd")], ids=repr)
-def test_a_step_that_fails(llama: PreTrainedModel, method: str, error: Exception) -> None:
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_a_step_that_fails_once_is_repeated(llama: PreTrainedModel, method: str, error: Exception) -> None:
     with hf_cb.continuous_batching(llama, max_batch_size=2, **SMALL) as engine:
         with Gate(engine) as gate:
-            in_the_step = [submit(engine, rows()[6]), submit(engine, rows()[7])]
-            gate.arrival()
-            waiting = [submit(engine, rows()[8]), submit(engine, rows()[9])]
+            handles = [submit(engine, row) for row in rows()[6:10]]
             gate.let(3)
             gate.arrival()
             if method == "execute":
                 raise_once(gate, "_execute", error)
             else:
                 raise_once(engine._worker.machinery.runner, method, error)
-        for handle, row in zip(in_the_step, rows()[6:8], strict=True):
-            with pytest.raises(RequestFailedError, match=type(error).__name__) as caught:
+        assert [handle.result().tokens for handle in handles] == [row.tokens for row in rows()[6:10]]
+        assert engine.stats().finished == {FinishReason.LENGTH: 4}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+@pytest.mark.parametrize("offender", range(6))
+def test_only_the_offender_of_a_step_fails(llama: PreTrainedModel, error: Exception, offender: int) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+        with Gate(engine) as gate:
+            handles = [submit(engine, row) for row in rows()[6:12]]
+            gate.let(4)
+            gate.arrival()
+            execute, culprit = gate._execute, handles[offender].request_id
+
+            def fail_with_the_culprit(output: SchedulerOutput) -> StepResult:
+                if any(row.request_id == culprit for row in output.rows):
+                    raise error
+                return execute(output)
+
+            gate._execute = fail_with_the_culprit
+        for i, (handle, row) in enumerate(zip(handles, rows()[6:12], strict=True)):
+            if i != offender:
+                assert handle.result().tokens == row.tokens
+        with pytest.raises(RequestFailedError, match=type(error).__name__) as caught:
+            handles[offender].result()
+        assert caught.value.__cause__ is error
+        assert handles[offender].tokens == rows()[6 + offender].tokens[: len(handles[offender].tokens)] != ()
+        assert engine.stats().finished == {FinishReason.FAILED: 1, FinishReason.LENGTH: 5}
+        assert ask(llama, rows()[6]) == rows()[6].tokens
+
+
+def test_a_step_that_fails_whatever_is_left_out(llama: PreTrainedModel) -> None:
+    """Those in it end after a few attempts; those who waited are served."""
+    error = Boom("it broke")
+    with hf_cb.continuous_batching(llama, max_batch_size=32, **SMALL) as engine, Gate(engine) as gate:
+        in_the_step = [submit_long(engine) for _ in range(32)]
+        wait_until(lambda: engine.stats().running == 0 or gate._standing)
+        waiting = [submit(engine, rows()[8]), submit(engine, rows()[9])]
+        gate.let(6)
+        assert len(gate.arrival().rows) == 32
+        execute, attempts = gate._execute, []
+
+        def fail(output: SchedulerOutput) -> StepResult:
+            attempts.append(len(output.rows))
+            if any(handle.request_id == output.rows[0].request_id for handle in in_the_step):
+                raise error
+            return execute(output)
+
+        gate._execute = fail
+        gate.let(float("inf"))
+        for handle in in_the_step:
+            with pytest.raises(RequestFailedError, match="Boom") as caught:
                 handle.result()
             assert caught.value.__cause__ is error
-            assert handle.tokens == row.tokens[: len(handle.tokens)] != ()
         assert [handle.result().tokens for handle in waiting] == [row.tokens for row in rows()[8:10]]
-        assert ask(llama, rows()[6]) == rows()[6].tokens
-        assert engine.stats().finished == {FinishReason.FAILED: 2, FinishReason.LENGTH: 3}
+        assert attempts[0] == 32
+        assert 2 < attempts.count(1) < 32
+        assert engine.stats().finished == {FinishReason.FAILED: 32, FinishReason.LENGTH: 2}
         assert engine.stats().blocks_used == 0
 
 
@@ -95,10 +146,11 @@ def test_the_rest_of_a_batch_does_not_go_on_for_nobody(llama: PreTrainedModel) -
         assert engine.stats().finished == {FinishReason.FAILED: 1, FinishReason.CANCELLED: 2}
 
 
-def test_one_row_without_a_probable_token(llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_one_row_whose_logits_are_not_numbers(llama: PreTrainedModel, do_sample: bool) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
         runner = engine._worker.machinery.runner
-        sampled = engine.submit(rows()[4].prompt, max_new_tokens=9, do_sample=True, seed=1)
+        sampled = engine.submit(rows()[4].prompt, max_new_tokens=9, do_sample=do_sample, seed=1)
         gate.arrival()
         greedy = submit(engine, rows()[5])
         gate.let(2)

@@ -7,7 +7,9 @@ from hf_cb.request import FinishReason, Request
 
 
 def make_scheduler(**options) -> Scheduler:
-    return Scheduler(**{"num_blocks": 64, "block_size": 4, "max_batch_tokens": 32, "max_batch_size": 8} | options)
+    """A small one. Without a prefix cache unless asked for: the prompts of `make_request` all begin alike."""
+    usual = {"num_blocks": 64, "block_size": 4, "max_batch_tokens": 32, "max_batch_size": 8, "prefix_cache": False}
+    return Scheduler(**usual | options)
 
 
 def make_request(num_prompt_tokens: int, max_new_tokens: int = 4, **options) -> Request:

@@ -4,6 +4,7 @@ import pytest
 from scheduling import make_request, make_scheduler, run
 from stub_model import StubModel, output_alone
 
+from hf_cb.core.policy import Policy
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
 from hf_cb.request import FinishReason, Request
 
@@ -190,7 +191,7 @@ def test_a_preempted_sequence_comes_before_those_that_wait():
     assert [two, three] in served
 
 
-class _LastComeFirstServed:
+class _LastComeFirstServed(Policy):
     """The other way round: the first arrival gives way, though it was given its tokens before the step's others."""
 
     def __init__(self) -> None:

@@ -1,15 +1,19 @@
 """Whatever the sizes, the policy, the aborts and the failures: every request's output is what it is alone."""
 
+from collections import Counter
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stub_model import StubModel, output_alone
 
+from hf_cb.core.fair import Fair
 from hf_cb.core.output import ScheduledRow, SchedulerOutput, StepResult
 from hf_cb.core.policy import FCFS
+from hf_cb.core.priority import Priority
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import RequestTooLongError
-from hf_cb.request import FinishReason, Request
+from hf_cb.request import FinishReason, Request, Service
 
 
 class _Ranked(FCFS):
@@ -32,9 +36,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_batch_tokens=st.integers(1, 9),
         max_batch_size=st.integers(1, 5),
-        policy=st.sampled_from([FCFS, _Ranked]),
+        policy=st.sampled_from([FCFS, _Ranked, Priority, Fair]),
+        prefix_cache=st.booleans(),
     )
-    def make(self, num_blocks, block_size, max_batch_tokens, max_batch_size, policy):
+    def make(self, num_blocks, block_size, max_batch_tokens, max_batch_size, policy, prefix_cache):
         self.num_slots, self.fcfs = num_blocks * block_size, policy is FCFS
         self.max_batch_tokens, self.max_batch_size, self.block_size = max_batch_tokens, max_batch_size, block_size
         self.scheduler = Scheduler(
@@ -43,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_tokens=max_batch_tokens,
             max_batch_size=max_batch_size,
             policy=policy(),
+            prefix_cache=prefix_cache,
         )
         self.model = StubModel(block_size)
         self.live: dict[int, tuple[Request, list[int]]] = {}
@@ -52,9 +58,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=10),
         max_new_tokens=st.integers(1, 10),
         eos=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
+        salt=st.sampled_from([None, None, "a"]),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from([None, "a", "b"]),
     )
-    def add(self, prompt, max_new_tokens, eos):
-        request = Request(tuple(prompt), max_new_tokens, eos)
+    def add(self, prompt, max_new_tokens, eos, salt, priority, tenant):
+        request = Request(tuple(prompt), max_new_tokens, eos, service=Service(priority, tenant, salt))
         try:
             self.scheduler.add(request)
         except RequestTooLongError:
@@ -88,6 +97,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         again = self._schedule()
         assert again.rows[: len(output.rows)] == output.rows
         assert again == output or output.preempted
+
+    @rule()
+    def forget_prefixes(self):
+        self.scheduler.forget_prefixes()
 
     @rule(data=st.data())
     @precondition(lambda self: self.live)
@@ -131,8 +144,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.num_scheduled_tokens == sum(len(row.token_ids) for row in output.rows) <= self.max_batch_tokens
         assert len(output.rows) <= self.scheduler.num_running <= self.max_batch_size
         assert not {row.request_id for row in output.rows} & set(output.preempted)
-        tables = [row.block_table for row in output.rows]
-        assert len({block for table in tables for block in table}) == sum(map(len, tables))  # disjoint
+        held = Counter(block for row in output.rows for block in row.block_table)
+        for row in output.rows:  # what a row writes to is its own, and computed tokens are never written again
+            written = row.block_table[row.start // self.block_size :]
+            assert all(held[block] == 1 for block in written)
         for row in output.rows:
             self._check_row(row, before[row.request_id])
         return output

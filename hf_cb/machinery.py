@@ -1,0 +1,125 @@
+"""Machinery: scheduler, runner and weights of one model in service, and the step that they make together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_cb.core.output import Emission, SchedulerOutput, StepResult
+from hf_cb.core.scheduler import Scheduler
+from hf_cb.errors import EngineDeadError
+from hf_cb.request import Request
+from hf_cb.runtime.model_runner import ModelRunner
+from hf_cb.stats import StepRecord
+
+logger = logging.getLogger("hf_cb")
+
+# A device error that leaves the device unusable: nothing can be retried (torch names it from 2.8 on).
+_DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError", EngineDeadError), EngineDeadError)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What came of a step: what each request is to be told, and a record for the books."""
+
+    emissions: list[Emission]
+    cached: tuple[tuple[int, int], ...]  # see SchedulerOutput
+    record: StepRecord
+
+
+@dataclass(slots=True, eq=False)
+class Machinery:
+    """What a worker drives, and exchanges as a whole when the model has changed. Owned by the worker's thread.
+
+    `follow_weights()` brings copies of the weights up to date, and tells whether any has been written to since the last time.
+    """
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    block_size: int
+    num_blocks: int
+    follow_weights: Callable[[], bool]
+    _has_new: bool = False  # requests, whose callers may have written to the weights before
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its admission. Raises InvalidArgumentError if it could never be admitted."""
+        self.scheduler.add(request)
+        self.runner.add(request)
+        self._has_new = True
+
+    def step(self) -> StepOutcome:
+        """Schedule, compute and take in one step. The scheduler has work.
+
+        What fails ends the rows that are to blame, in the emissions; a lost device or a broken invariant raises.
+        """
+        scheduler = self.scheduler
+        began = time.perf_counter()
+        if self._has_new:
+            self._has_new = False
+            if self.follow_weights():
+                scheduler.forget_prefixes()
+        output = scheduler.schedule()
+        if not output.rows:
+            raise EngineDeadError("nothing can be scheduled although requests wait: the block accounting is broken")
+        blocks_used = scheduler.blocks_used
+        tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens
+        result = self._execute(output)
+        scheduler.observe(output, time.perf_counter() - began)
+        emissions = scheduler.update(output, result)
+        record = StepRecord(
+            started=began,
+            seconds=time.perf_counter() - began,
+            model_seconds=self.runner.model_seconds,
+            rows=tuple((row.request_id, len(row.token_ids)) for row in output.rows),
+            sampled=tuple(emission.request_id for emission in emissions if emission.token is not None),
+            preempted=output.preempted,
+            num_waiting=scheduler.num_waiting,
+            blocks_used=blocks_used,
+            tokens_stored=tokens_stored,
+            block_size=self.block_size,
+        )
+        return StepOutcome(emissions, output.cached, record)
+
+    def forget_prefixes(self) -> None:
+        """Begin anew with the weights as they are now, for sequences that are running too."""
+        self.follow_weights()
+        self.scheduler.forget_prefixes()
+
+    def _execute(self, output: SchedulerOutput) -> StepResult:
+        """Compute the rows; where that fails, half of them at a time, until those to blame are found.
+
+        A row's result does not depend on its company, and rows write to blocks of their own only: any part of a step can be
+        computed by itself, again too. What fails altogether is given up after a few attempts rather than row by row.
+        """
+        attempts = 4 * len(output.rows).bit_length()
+        tokens: dict[int, int] = {}
+        errors: dict[int, BaseException] = {}
+        parts = [output]
+        while parts:
+            part = parts.pop()
+            attempts -= 1
+            try:
+                result = self.runner.execute(part)
+            except _DEVICE_LOST:
+                raise
+            except Exception as error:
+                if len(part.rows) > 1 and attempts > 0:
+                    parts += _halves(part)
+                    continue
+                logger.error("a step of %d sequences failed; they end, the engine goes on", len(part.rows), exc_info=error)
+                errors.update((row.request_id, error) for row in part.rows)
+            else:
+                tokens.update(result.tokens)
+                errors.update(result.errors)
+        return StepResult(tokens, errors)
+
+
+def _halves(output: SchedulerOutput) -> list[SchedulerOutput]:
+    middle = len(output.rows) // 2
+    return [
+        SchedulerOutput(rows, sum(len(row.token_ids) for row in rows)) for rows in (output.rows[middle:], output.rows[:middle])
+    ]
