@@ -165,7 +165,7 @@ class Engine:
             output_tokens=meter.output_tokens,
             preemptions=scheduler.num_preemptions,
             finished=dict(meter.finished),
-            num_blocks=worker.machinery.num_blocks,
+            num_blocks=worker.machinery.cache.num_blocks,
             blocks_used=scheduler.blocks_used,
             step_seconds=meter.step_seconds,
             model_seconds=meter.model_seconds,
@@ -188,16 +188,18 @@ class Engine:
         return []
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, release_kv: bool = False) -> Iterator[None]:
         """Sole use of the model: inside the block no step runs. Requests may come in; they wait.
 
-        The prefix cache is empty afterwards: the weights may be others.
+        The prefix cache is empty afterwards: the weights may be others. With `release_kv`, the KV cache's memory is free
+        inside, and taken again by the next step; what was running then computes its keys and values again. If it can't be
+        taken again, the engine dies of it.
         """
         worker = self._worker
         if worker is None:
             yield
             return
-        worker.pause()
+        worker.pause(release_kv)
         try:
             yield
         finally:

@@ -12,6 +12,7 @@ import torch
 from hf_cb.core.output import Emission, SchedulerOutput, StepResult
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import EngineDeadError
+from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.stats import StepRecord
 
@@ -39,8 +40,7 @@ class Machinery:
 
     scheduler: Scheduler
     runner: ModelRunner
-    block_size: int
-    num_blocks: int
+    cache: KVCache
     weights_version: Callable[[], int]
     _seen_version: int = field(init=False)
 
@@ -54,6 +54,8 @@ class Machinery:
         """
         scheduler = self.scheduler
         began = time.perf_counter()
+        if self.cache.is_released:
+            self.cache.restore()
         if scheduler.num_waiting:  # only who is admitted can begin with what was computed before
             self._follow_weights()
         output = scheduler.schedule()
@@ -74,9 +76,14 @@ class Machinery:
             num_waiting=scheduler.num_waiting,
             blocks_used=blocks_used,
             tokens_stored=tokens_stored,
-            block_size=self.block_size,
+            block_size=self.cache.block_size,
         )
         return StepOutcome(emissions, output.cached, record)
+
+    def release_kv(self) -> None:
+        """Give the KV memory back until the next step. What runs waits, and computes its keys and values again then."""
+        self.scheduler.preempt_all()
+        self.cache.release()
 
     def _follow_weights(self) -> None:
         version = self.weights_version()

@@ -154,6 +154,13 @@ class Scheduler:
         """Let no sequence begin with what was computed up to now: the model has changed. Those that run go on as they are."""
         self._kv.forget_prefixes()
 
+    def preempt_all(self) -> None:
+        """Take all blocks from those that run, and forget what is in them: the memory is going. They wait, in their order."""
+        for seq in reversed(list(self._running.values())):
+            self._preempt(seq)
+        self._is_crowded = False  # they had room together
+        self._kv.forget_prefixes()
+
     def schedule(self) -> SchedulerOutput:
         """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true."""
         budget = self._budget()

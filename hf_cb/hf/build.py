@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
@@ -34,8 +35,9 @@ _BATCH_TOKENS_ELSEWHERE = 4096
 def build(model: Any, config: CBConfig) -> Served:
     """Examine the model and put the twin into service. Raises UnservableError with the reason, or InvalidArgumentError."""
     servable = examine(model, config.attention_backend)
-    resolved = config.resolve(_facts(servable))
-    cache = _allocate(servable, resolved)
+    facts = _facts(servable)
+    resolved = config.resolve(facts)
+    cache = _allocate(servable, resolved, facts)
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
     runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device)
@@ -55,7 +57,7 @@ def build(model: Any, config: CBConfig) -> Served:
         return Defaults() if current is None else defaults_of(current.generation_config, servable.max_positions)
 
     return Served(
-        machinery=Machinery(scheduler, runner, resolved.block_size, resolved.num_blocks, weights_version_of(servable.twin)),
+        machinery=Machinery(scheduler, runner, cache, weights_version_of(servable.twin)),
         config=resolved,
         vocab_size=servable.vocab_size,
         max_positions=servable.max_positions,
@@ -78,7 +80,14 @@ def make_policy(named: str | Callable[[], Policy]) -> Policy:
     return policy
 
 
-def _allocate(servable: Servable, resolved: ResolvedConfig) -> KVCache:
+def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts) -> KVCache:
+    if resolved.kv_cache_memory > facts.free_memory:
+        weights = sum(tensor.nbytes for tensor in servable.twin.parameters())
+        raise InvalidArgumentError(
+            f"kv_cache_memory: {resolved.num_blocks} blocks x {resolved.block_size} tokens x {facts.kv_bytes_per_token} "
+            f"bytes = {resolved.kv_cache_memory} bytes; {servable.device} has {facts.free_memory} bytes free beside the weights' "
+            f"{weights}: {resolved.kv_cache_memory - facts.free_memory} too many"
+        )
     try:
         return KVCache(servable.specs, resolved.num_blocks, resolved.block_size)
     except (RuntimeError, MemoryError, ValueError) as error:  # torch's out-of-memory errors are RuntimeErrors
@@ -106,4 +115,8 @@ def _facts(servable: Servable) -> ModelFacts:
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):  # free, or in caches that the system gives up when asked
+                return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

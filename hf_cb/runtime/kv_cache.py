@@ -18,8 +18,25 @@ class KVCache:
         """Allocate zeroed memory; on a CPU, pages take room only from when they are first written."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: tuple[LayerKV, ...] = tuple(
-            LayerKV(self._zeros(spec, spec.head_size), self._zeros(spec, spec.value_head_size)) for spec in specs
+        self._specs = tuple(specs)
+        self.layers: tuple[LayerKV, ...] = ()  # none while the memory is given back
+        self.restore()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the memory is given back."""
+        return not self.layers
+
+    def release(self) -> None:
+        """Give the memory back to the system; what was in it is lost."""
+        self.layers = ()
+        if any(spec.device.type == "cuda" for spec in self._specs):
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Take the memory (again), zeroed. Raises what torch or numpy raise when there is none."""
+        self.layers = tuple(
+            LayerKV(self._zeros(spec, spec.head_size), self._zeros(spec, spec.value_head_size)) for spec in self._specs
         )
 
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
