@@ -60,6 +60,10 @@ class CBConfig:
     prefix_cache: bool = True
     """Whether a request takes over the keys and values that an earlier one with the same beginning has computed."""
 
+    swap_space: int | str = 0
+    """Host memory for preempted sequences, in bytes or as "4GiB": they are moved there where that is cheaper than to compute
+    them again."""
+
     attention_backend: str | None = None
     """Name of the attention backend."""
 
@@ -73,7 +77,9 @@ class CBConfig:
         for name in ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks"):
             _check_int(name, getattr(self, name), minimum=1, none=True)
         _check_int("record_steps", self.record_steps, minimum=0, none=False)
-        _memory(self.kv_cache_memory, free=0)
+        _memory("kv_cache_memory", self.kv_cache_memory, free=0)
+        if self.swap_space != 0 or not isinstance(self.swap_space, int) or isinstance(self.swap_space, bool):
+            _memory("swap_space", self.swap_space, free=None)
         _check_int("max_queue_size", self.max_queue_size, minimum=0, none=True)
         for name in ("queue_timeout", "target_itl_ms"):
             _check_positive(name, getattr(self, name))
@@ -108,7 +114,9 @@ class CBConfig:
         if self.num_blocks is not None:
             num_blocks = self.num_blocks
         else:
-            memory = _memory(self.kv_cache_memory, facts.free_memory) or min(_CPU_KV_BYTES, facts.free_memory // 4)
+            memory = _memory("kv_cache_memory", self.kv_cache_memory, facts.free_memory) or min(
+                _CPU_KV_BYTES, facts.free_memory // 4
+            )
             num_blocks = memory // bytes_per_block
             if self.kv_cache_memory is None and facts.max_positions is not None:
                 # More than every running sequence at its longest could never be used.
@@ -124,6 +132,7 @@ class CBConfig:
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=num_blocks * bytes_per_block,
+            num_swap_blocks=((_memory("swap_space", self.swap_space, None) or 0) if self.swap_space else 0) // bytes_per_block,
             policy=self.policy,
             prefix_cache=self.prefix_cache,
             fallback=self.fallback,
@@ -151,6 +160,7 @@ class ResolvedConfig:
     block_size: int
     num_blocks: int
     kv_cache_memory: int
+    num_swap_blocks: int
     policy: str | Callable[[], Any]
     prefix_cache: bool
     fallback: Fallback
@@ -168,23 +178,23 @@ def _check_int(name: str, value: object, *, minimum: int, none: bool) -> None:
         raise InvalidArgumentError(f"{name}: takes an integer >= {minimum}{' or None' if none else ''}; got {value!r}")
 
 
-def _memory(value: object, free: int) -> int | None:
-    """`CBConfig.kv_cache_memory` in bytes, at least one."""
-    if value is None:
+def _memory(name: str, value: object, free: int | None) -> int | None:
+    """An amount of memory in bytes, at least one; a fraction, or None, only where `free` memory counts."""
+    if value is None and free is not None:
         return None
     number: float = 0.0
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]i?)?B\s*", value)
         if match:
             number = float(match[1]) * (_UNITS[match[2]] if match[2] else 1)
-    elif isinstance(value, float) and 0 < value < 1:
+    elif isinstance(value, float) and free is not None and 0 < value < 1:
         return max(1, int(value * free))
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
     if number < 1:
         raise InvalidArgumentError(
-            f"kv_cache_memory: takes bytes >= 1, a string such as '4GiB', a fraction below 1.0 of the free memory, or None; "
-            f"got {value!r}"
+            f"{name}: takes bytes >= 1, a string such as '4GiB'"
+            f"{', or 0' if free is None else ', a fraction below 1.0 of the free memory, or None'}; got {value!r}"
         )
     return int(number)
 

@@ -154,7 +154,7 @@ class Engine:
         with self._native_lock:
             native = dict(self._native_calls)
         if served is None or worker is None:
-            return EngineStats(0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", self._reason or "")
+            return EngineStats(0, 0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", self._reason or "")
         meter, scheduler = worker.meter, worker.machinery.scheduler
         steps = max(1, meter.steps)
         return EngineStats(
@@ -164,6 +164,7 @@ class Engine:
             prompt_tokens=meter.prompt_tokens,
             output_tokens=meter.output_tokens,
             preemptions=scheduler.num_preemptions,
+            swaps=scheduler.num_swaps,
             finished=dict(meter.finished),
             num_blocks=worker.machinery.cache.num_blocks,
             blocks_used=scheduler.blocks_used,

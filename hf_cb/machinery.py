@@ -14,6 +14,7 @@ from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import EngineDeadError
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
+from hf_cb.runtime.swap_space import SwapSpace
 from hf_cb.stats import StepRecord
 
 logger = logging.getLogger("hf_cb")
@@ -41,6 +42,7 @@ class Machinery:
     scheduler: Scheduler
     runner: ModelRunner
     cache: KVCache
+    swap_space: SwapSpace | None
     weights_version: Callable[[], int]
     _seen_version: int = field(init=False)
 
@@ -63,8 +65,10 @@ class Machinery:
             raise EngineDeadError("nothing can be scheduled although requests wait: the block accounting is broken")
         blocks_used = scheduler.blocks_used
         tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens
+        self._swap(output)
+        computing = time.perf_counter()
         result = self._execute(output)
-        scheduler.observe(output, time.perf_counter() - began)
+        scheduler.observe(output, time.perf_counter() - computing)
         emissions = scheduler.update(output, result)
         record = StepRecord(
             started=began,
@@ -90,6 +94,19 @@ class Machinery:
         if version != self._seen_version:
             self._seen_version = version
             self.scheduler.forget_prefixes()
+
+    def _swap(self, output: SchedulerOutput) -> None:
+        """Copy blocks to and from the host. What fails here leaves blocks without their content: the engine dies of it."""
+        if not output.swap_out and not output.swap_in:
+            return
+        assert self.swap_space is not None  # or the scheduler would have no host blocks to give
+        began = time.perf_counter()
+        if output.swap_out:
+            self.swap_space.copy_out(output.swap_out)
+        if output.swap_in:
+            self.swap_space.copy_in(output.swap_in)
+        num_blocks = len(output.swap_out) + len(output.swap_in)
+        self.scheduler.swap_cost.observe_swap(num_blocks, time.perf_counter() - began)
 
     def _execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the rows; where that fails, half of them at a time, until those to blame are found.

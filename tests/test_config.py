@@ -18,6 +18,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("record_steps", value) for value in (-1, 2.0, None, "5", True)),
     *(("fallback", value) for value in ("Native", None, True, "")),
     *(("kv_cache_memory", value) for value in (0, -1, 1.0, 0.0, 2.5, -0.5, "5", "GiB", "4 gigs", "-1GiB", "", "0GB", True, [])),
+    *(("swap_space", value) for value in (-1, 0.5, "5", None, True, False, [])),
     *(("max_queue_size", value) for value in (-1, 2.0, "5", True)),
     *((name, value) for name in ("queue_timeout", "target_itl_ms") for value in (0, -1, "5", True, float("nan"), float("inf"))),
     *(("policy", value) for value in ("lifo", None, 3)),

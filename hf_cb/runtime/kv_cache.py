@@ -43,5 +43,10 @@ class KVCache:
         shape = (self.num_blocks, self.block_size, spec.num_kv_heads, head_size)
         if spec.device.type != "cpu":
             return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-        # numpy leaves the zeroing to the system, page by page at first use; torch.zeros would write, and take, all of it now.
-        return torch.from_numpy(np.zeros(math.prod(shape) * spec.dtype.itemsize, np.uint8)).view(spec.dtype).view(shape)
+        return lazy_zeros(shape, spec.dtype)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU whose pages take memory from when they are first written."""
+    # numpy leaves the zeroing to the system, page by page at first use; torch.zeros would write, and take, all of it now.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
