@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ _POLICIES = ("fcfs", "priority", "fair")
 
 # Below these, a modest default: enough for many long conversations, a small part of any machine that runs the model.
 _CPU_KV_BYTES = 4 << 30
+_UNITS = {f"{letter}{i}": (1024 if i else 1000) ** power for power, letter in enumerate("KMGT", 1) for i in ("i", "")}
 _MOST_SECONDS = 1e6  # far beyond any use, and what clocks and locks can still wait for
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_BATCH_SIZE = 256
@@ -43,8 +45,8 @@ class CBConfig:
     num_blocks: int | None = None
     """Blocks in the pool; overrides kv_cache_memory."""
 
-    kv_cache_memory: int | None = None
-    """Bytes for the KV cache."""
+    kv_cache_memory: int | float | str | None = None
+    """Memory for the KV cache: bytes, a string such as "4GiB" or "500MB", or a fraction of what is free, as 0.5."""
 
     pack_memory: int | None = None
     """Bytes that copies of the weights may take, in an order that is faster to compute with on a CPU; 0 for none. By default
@@ -62,6 +64,10 @@ class CBConfig:
     prefix_cache: bool = True
     """Whether a request takes over the keys and values that an earlier one with the same beginning has computed."""
 
+    swap_space: int | str = 0
+    """Host memory for preempted sequences, in bytes or as "4GiB": they are moved there where that is cheaper than to compute
+    them again."""
+
     attention_backend: str | None = None
     """Name of the attention backend."""
 
@@ -72,10 +78,13 @@ class CBConfig:
     """How many of the latest steps `Engine.steps()` keeps."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks", "kv_cache_memory"):
+        for name in ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks"):
             _check_int(name, getattr(self, name), minimum=1, none=True)
         _check_int("pack_memory", self.pack_memory, minimum=0, none=True)
         _check_int("record_steps", self.record_steps, minimum=0, none=False)
+        _memory("kv_cache_memory", self.kv_cache_memory, free=0)
+        if self.swap_space != 0 or not isinstance(self.swap_space, int) or isinstance(self.swap_space, bool):
+            _memory("swap_space", self.swap_space, free=None)
         _check_int("max_queue_size", self.max_queue_size, minimum=0, none=True)
         for name in ("queue_timeout", "target_itl_ms"):
             _check_positive(name, getattr(self, name))
@@ -110,7 +119,9 @@ class CBConfig:
         if self.num_blocks is not None:
             num_blocks = self.num_blocks
         else:
-            memory = self.kv_cache_memory or min(_CPU_KV_BYTES, facts.free_memory // 4)
+            memory = _memory("kv_cache_memory", self.kv_cache_memory, facts.free_memory) or min(
+                _CPU_KV_BYTES, facts.free_memory // 4
+            )
             num_blocks = memory // bytes_per_block
             if self.kv_cache_memory is None and facts.max_positions is not None:
                 # More than every running sequence at its longest could never be used.
@@ -126,6 +137,7 @@ class CBConfig:
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=num_blocks * bytes_per_block,
+            num_swap_blocks=((_memory("swap_space", self.swap_space, None) or 0) if self.swap_space else 0) // bytes_per_block,
             policy=self.policy,
             prefix_cache=self.prefix_cache,
             fallback=self.fallback,
@@ -153,6 +165,7 @@ class ResolvedConfig:
     block_size: int
     num_blocks: int
     kv_cache_memory: int
+    num_swap_blocks: int
     policy: str | Callable[[], Any]
     prefix_cache: bool
     fallback: Fallback
@@ -168,6 +181,27 @@ def _check_int(name: str, value: object, *, minimum: int, none: bool) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise InvalidArgumentError(f"{name}: takes an integer >= {minimum}{' or None' if none else ''}; got {value!r}")
+
+
+def _memory(name: str, value: object, free: int | None) -> int | None:
+    """An amount of memory in bytes, at least one; a fraction, or None, only where `free` memory counts."""
+    if value is None and free is not None:
+        return None
+    number: float = 0.0
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]i?)?B\s*", value)
+        if match:
+            number = float(match[1]) * (_UNITS[match[2]] if match[2] else 1)
+    elif isinstance(value, float) and free is not None and 0 < value < 1:
+        return max(1, int(value * free))
+    elif isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    if number < 1:
+        raise InvalidArgumentError(
+            f"{name}: takes bytes >= 1, a string such as '4GiB'"
+            f"{', or 0' if free is None else ', a fraction below 1.0 of the free memory, or None'}; got {value!r}"
+        )
+    return int(number)
 
 
 def _check_positive(name: str, value: object) -> None:

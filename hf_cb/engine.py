@@ -155,7 +155,7 @@ class Engine:
         with self._native_lock:
             native = dict(self._native_calls)
         if served is None or worker is None:
-            return EngineStats(0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", self._reason or "", 0)
+            return EngineStats(0, 0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", self._reason or "", 0)
         meter, scheduler = worker.meter, worker.machinery.scheduler
         steps = max(1, meter.steps)
         return EngineStats(
@@ -165,8 +165,9 @@ class Engine:
             prompt_tokens=meter.prompt_tokens,
             output_tokens=meter.output_tokens,
             preemptions=scheduler.num_preemptions,
+            swaps=scheduler.num_swaps,
             finished=dict(meter.finished),
-            num_blocks=worker.machinery.num_blocks,
+            num_blocks=worker.machinery.cache.num_blocks,
             blocks_used=scheduler.blocks_used,
             step_seconds=meter.step_seconds,
             model_seconds=meter.model_seconds,
@@ -190,16 +191,18 @@ class Engine:
         return []
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, release_kv: bool = False) -> Iterator[None]:
         """Sole use of the model: inside the block no step runs. Requests may come in; they wait.
 
-        The prefix cache is empty afterwards: the weights may be others.
+        The prefix cache is empty afterwards: the weights may be others. With `release_kv`, the KV cache's memory is free
+        inside, and taken again by the next step; what was running then computes its keys and values again. If it can't be
+        taken again, the engine dies of it.
         """
         worker = self._worker
         if worker is None:
             yield
             return
-        worker.pause()
+        worker.pause(release_kv)
         try:
             yield
         finally:

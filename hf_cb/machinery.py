@@ -13,7 +13,9 @@ from hf_cb.core.output import Emission, SchedulerOutput, StepResult
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import EngineDeadError
 from hf_cb.request import Request
+from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
+from hf_cb.runtime.swap_space import SwapSpace
 from hf_cb.stats import StepRecord
 
 logger = logging.getLogger("hf_cb")
@@ -40,8 +42,8 @@ class Machinery:
 
     scheduler: Scheduler
     runner: ModelRunner
-    block_size: int
-    num_blocks: int
+    cache: KVCache
+    swap_space: SwapSpace | None
     follow_weights: Callable[[], bool]
     _has_new: bool = False  # requests, whose callers may have written to the weights before
 
@@ -58,6 +60,8 @@ class Machinery:
         """
         scheduler = self.scheduler
         began = time.perf_counter()
+        if self.cache.is_released:
+            self.cache.restore()
         if self._has_new:
             self._has_new = False
             if self.follow_weights():
@@ -67,8 +71,10 @@ class Machinery:
             raise EngineDeadError("nothing can be scheduled although requests wait: the block accounting is broken")
         blocks_used = scheduler.blocks_used
         tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens
+        self._swap(output)
+        computing = time.perf_counter()
         result = self._execute(output)
-        scheduler.observe(output, time.perf_counter() - began)
+        scheduler.observe(output, time.perf_counter() - computing)
         emissions = scheduler.update(output, result)
         record = StepRecord(
             started=began,
@@ -80,7 +86,7 @@ class Machinery:
             num_waiting=scheduler.num_waiting,
             blocks_used=blocks_used,
             tokens_stored=tokens_stored,
-            block_size=self.block_size,
+            block_size=self.cache.block_size,
         )
         return StepOutcome(emissions, output.cached, record)
 
@@ -88,6 +94,24 @@ class Machinery:
         """Begin anew with the weights as they are now, for sequences that are running too."""
         self.follow_weights()
         self.scheduler.forget_prefixes()
+
+    def release_kv(self) -> None:
+        """Give the KV memory back until the next step. What runs waits, and computes its keys and values again then."""
+        self.scheduler.preempt_all()
+        self.cache.release()
+
+    def _swap(self, output: SchedulerOutput) -> None:
+        """Copy blocks to and from the host. What fails here leaves blocks without their content: the engine dies of it."""
+        if not output.swap_out and not output.swap_in:
+            return
+        assert self.swap_space is not None  # or the scheduler would have no host blocks to give
+        began = time.perf_counter()
+        if output.swap_out:
+            self.swap_space.copy_out(output.swap_out)
+        if output.swap_in:
+            self.swap_space.copy_in(output.swap_in)
+        num_blocks = len(output.swap_out) + len(output.swap_in)
+        self.scheduler.swap_cost.observe_swap(num_blocks, time.perf_counter() - began)
 
     def _execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the rows; where that fails, half of them at a time, until those to blame are found.

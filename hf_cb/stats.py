@@ -35,6 +35,7 @@ class EngineStats:
     prompt_tokens: int
     output_tokens: int
     preemptions: int
+    swaps: int  # preempted sequences that were moved to the host's memory
     finished: Mapping[FinishReason, int]
     num_blocks: int
     blocks_used: int

@@ -64,6 +64,7 @@ class Worker:
         self._dead: BaseException | None = None
         self._pauses = 0
         self._parked = False
+        self._release_kv = False  # to be done when it is parked
         self._forget = False  # the prefix cache is to be emptied before anything else is scheduled
         # Lock-free, for the garbage collector: ids whose handle is gone.
         self._forgotten: deque[int] = deque()
@@ -121,16 +122,21 @@ class Worker:
         with self._changed:
             self._check_open()
 
-    def pause(self) -> None:
-        """Return when no step runs and none will until `resume`. Calls nest."""
+    def pause(self, release_kv: bool = False) -> None:
+        """Return when no step runs and none will until `resume`, and the KV memory is given back, if so wanted. Calls nest."""
         if threading.current_thread() is self._thread:
             raise UnsupportedCallError("pause: called on the engine's own thread, which would wait for itself")
         with self._changed:
             self._check_open()
             self._pauses += 1
+            self._release_kv |= release_kv
             try:
+                if self._thread is None:
+                    self._park()
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._parked or self._thread is None or self._closing or self._dead)
+                self._changed.wait_for(
+                    lambda: (self._parked and not self._release_kv) or self._thread is None or self._closing or self._dead
+                )
                 self._check_open()  # one that was closed meanwhile may go on with steps to its end
             except BaseException:  # Ctrl-C too: nobody would undo this pause
                 self.resume()
@@ -140,6 +146,7 @@ class Worker:
         """Undo one `pause`."""
         with self._changed:
             self._pauses = max(0, self._pauses - 1)
+            self._release_kv &= self._pauses > 0
             self._forget = True  # the weights may be others now
             self._changed.notify_all()
 
@@ -195,12 +202,19 @@ class Worker:
                     return False
                 self._parked = self._pauses > 0 and not self._closing
                 if self._parked:
-                    self._changed.notify_all()
+                    self._park()
                 if self._inbox_is_ready() or self._aborts or (busy and not self._parked):
                     return True
                 if self._deadlines and self._deadlines[0][0] <= time.monotonic():
                     return True
                 self._changed.wait(self._deadlines[0][0] - time.monotonic() if self._deadlines else None)
+
+    def _park(self) -> None:
+        """A pause holds: tell those who wait for it. With the lock held."""
+        if self._release_kv:
+            self.machinery.release_kv()
+            self._release_kv = False
+        self._changed.notify_all()
 
     def _inbox_is_ready(self) -> bool:
         """A replacement at the head waits until the old machinery is idle, and so does all that stands behind it."""

@@ -12,12 +12,14 @@ import hf_cb
 from hf_cb.config import CBConfig, ModelFacts
 
 GIB = 1 << 30
-POSITIVE = ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks", "kv_cache_memory")
+POSITIVE = ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks")
 WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in POSITIVE for value in (0, -1, 2.0, "5", True, [])),
     *(("pack_memory", value) for value in (-1, 2.0, "5", True)),
     *(("record_steps", value) for value in (-1, 2.0, None, "5", True)),
     *(("fallback", value) for value in ("Native", None, True, "")),
+    *(("kv_cache_memory", value) for value in (0, -1, 1.0, 0.0, 2.5, -0.5, "5", "GiB", "4 gigs", "-1GiB", "", "0GB", True, [])),
+    *(("swap_space", value) for value in (-1, 0.5, "5", None, True, False, [])),
     *(("max_queue_size", value) for value in (-1, 2.0, "5", True)),
     *((name, value) for name in ("queue_timeout", "target_itl_ms") for value in (0, -1, "5", True, float("nan"), float("inf"))),
     *(("policy", value) for value in ("lifo", None, 3)),
@@ -83,6 +85,11 @@ def test_nothing_is_left_open() -> None:
         ({"kv_cache_memory": 16_000, "block_size": 4}, {}, 40),
         ({"kv_cache_memory": 17_599}, {}, 10),
         ({"kv_cache_memory": GIB}, {}, GIB // 1600),
+        ({"kv_cache_memory": "1GiB"}, {}, GIB // 1600),
+        ({"kv_cache_memory": "1.5 KiB", "block_size": 1}, {}, 15),
+        ({"kv_cache_memory": "16KB"}, {}, 10),
+        ({"kv_cache_memory": "1600B"}, {}, 1),
+        ({"kv_cache_memory": 0.5}, {}, 4 * GIB // 1600),
         # By default no more than max_batch_size sequences of the greatest length can use: 4 blocks each.
         ({}, {}, 256 * 4),
         ({"max_batch_size": 3}, {}, 3 * 4),

@@ -18,15 +18,18 @@ from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongEr
 class KVManager:
     """Grows and releases block tables over `pool`, whose blocks hold `block_size` tokens each.
 
-    `shares`: whether what one sequence has computed is used by others.
+    `shares`: whether what one sequence has computed is used by others. `num_host_blocks`: blocks in the host's memory, to which
+    a sequence that has to wait can be moved.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, shares: bool = False) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, shares: bool = False, num_host_blocks: int = 0) -> None:
         if block_size < 1:
             raise InvalidArgumentError(f"block_size: takes an integer >= 1; got {block_size}")
         self._pool = pool
         self._block_size = block_size
         self._shares = shares
+        self._host = BlockPool(num_host_blocks) if num_host_blocks else None
+        self._moved: dict[int, Sequence] = {}  # those that wait in host blocks
         self._holders: dict[int, Sequence] = {}
         self._coming: dict[bytes, int] = {}  # key of a block that a running sequence is to publish -> that sequence's id
 
@@ -70,13 +73,38 @@ class KVManager:
     def adopt(self, seq: Sequence, prefix: tuple[int, ...]) -> None:
         """Let `seq`, which is being admitted, begin with the blocks that `match_prefix` has just found."""
         self._pool.incref(prefix)
-        seq.block_table = prefix
-        seq.num_computed_tokens = len(prefix) * self._block_size
-        self._holders[seq.request_id] = seq
-        if self._shares:
-            seq.num_published = len(prefix)
-            for name in self._names(seq, seq.num_tokens // self._block_size)[len(prefix) :]:
-                self._coming.setdefault(name.key, seq.request_id)
+        seq.num_published = len(prefix)
+        self._hold(seq, prefix, len(prefix) * self._block_size)
+
+    def num_host_blocks_for(self, seq: Sequence) -> int | None:
+        """How many host blocks `move_out` takes; None: there are not so many now."""
+        needed = -(-seq.num_computed_tokens // self._block_size)
+        return needed if self._host is not None and 0 < needed <= self._host.num_reusable else None
+
+    def move_out(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
+        """Release `seq`'s blocks and keep what is in them in host blocks, for which there is room: (block, host block) each."""
+        num_blocks = self.num_host_blocks_for(seq)
+        host = None if self._host is None or num_blocks is None else self._host.allocate(num_blocks)
+        if host is None:
+            raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the host's memory")
+        pairs = tuple(zip(seq.block_table, host, strict=False))
+        num_tokens, is_out_of_date = seq.num_computed_tokens, seq.num_published is None
+        self.release(seq)
+        seq.host_blocks, seq.num_swapped_tokens = host, num_tokens
+        seq.num_published = None if is_out_of_date else 0
+        self._moved[seq.request_id] = seq
+        return pairs
+
+    def move_in(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
+        """Give `seq` blocks for what is in its host blocks, as `can_reserve` said: (host block, block) each."""
+        blocks = self._pool.allocate(len(seq.host_blocks))
+        if blocks is None:
+            raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the KV cache")
+        pairs = tuple(zip(seq.host_blocks, blocks, strict=True))
+        num_tokens = seq.num_swapped_tokens
+        self._leave_host(seq)
+        self._hold(seq, blocks, num_tokens)
+        return pairs
 
     def publish(self, seq: Sequence) -> None:
         """Let others find the blocks that `seq` has filled by now."""
@@ -93,7 +121,7 @@ class KVManager:
         """Let nobody find what was computed up to now: it is out of date. Who holds such blocks goes on with them."""
         self._pool.unpublish_all()
         self._coming.clear()
-        for seq in self._holders.values():
+        for seq in (*self._holders.values(), *self._moved.values()):
             seq.num_published = None
 
     def reserve(self, seq: Sequence, num_tokens: int) -> tuple[int, ...] | None:
@@ -114,6 +142,9 @@ class KVManager:
 
     def release(self, seq: Sequence) -> None:
         """Give `seq`'s blocks back; nothing of it counts as computed any more."""
+        if seq.host_blocks:
+            self._leave_host(seq)
+            seq.num_published = 0
         if self._holders.pop(seq.request_id, None) is None:
             return
         if seq.num_published is not None and seq.names is not None:
@@ -133,8 +164,26 @@ class KVManager:
         for seq in self._holders.values():
             if seq.num_computed_tokens > len(seq.block_table) * self._block_size:
                 raise EngineDeadError(f"KV cache: request {seq.request_id} has more computed tokens than slots")
+        if self._host is not None:
+            self._host.check()
+            if self._host.num_owned != sum(len(seq.host_blocks) for seq in self._moved.values()):
+                raise EngineDeadError("KV cache: the host blocks are not what the pool counts")
         if not self._holders.keys() >= set(self._coming.values()):
             raise EngineDeadError("KV cache: blocks are awaited from a sequence that does not run")
+
+    def _hold(self, seq: Sequence, blocks: tuple[int, ...], num_tokens: int) -> None:
+        seq.block_table = blocks
+        seq.num_computed_tokens = num_tokens
+        self._holders[seq.request_id] = seq
+        if self._shares and seq.num_published is not None:
+            for name in self._names(seq, seq.num_tokens // self._block_size)[num_tokens // self._block_size :]:
+                self._coming.setdefault(name.key, seq.request_id)
+
+    def _leave_host(self, seq: Sequence) -> None:
+        assert self._host is not None  # or it would have no host blocks
+        self._host.release(seq.host_blocks)
+        del self._moved[seq.request_id]
+        seq.host_blocks, seq.num_swapped_tokens = (), 0
 
     def _names(self, seq: Sequence, num_blocks: int) -> list[BlockName]:
         """Of `seq`'s first `num_blocks` blocks at least."""

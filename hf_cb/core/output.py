@@ -33,6 +33,9 @@ class SchedulerOutput:
     rows: tuple[ScheduledRow, ...]
     num_scheduled_tokens: int
     preempted: tuple[int, ...] = ()  # request ids that lost their blocks while this step was composed
+    # Blocks to copy before the rows are computed, once, whatever becomes of those. Never both in one step.
+    swap_out: tuple[tuple[int, int], ...] = ()  # (block, host block)
+    swap_in: tuple[tuple[int, int], ...] = ()  # (host block, block)
     # (request id, tokens found in the prefix cache) of those admitted the first time: news rather than a decision, told once.
     cached: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 

@@ -17,6 +17,7 @@ from hf_cb.core.output import Emission, ScheduledRow, SchedulerOutput, StepResul
 from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.sequence import Sequence
+from hf_cb.core.swap_cost import SwapCost
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
 from hf_cb.request import FinishReason, Request, Status
 
@@ -31,6 +32,8 @@ class _Draft:
     rows: dict[int, ScheduledRow] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
     cached: list[tuple[int, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
     def grant(self, seq: Sequence, end: int, block_table: tuple[int, ...]) -> None:
         """Give `seq` its tokens up to position `end`."""
@@ -58,6 +61,8 @@ class Scheduler:
     `block_size`: the KV cache, in tokens. `policy`: order of service, a fresh one; first come, first served if None.
     `prefix_cache`: whether sequences that begin alike share the blocks of what they have in common. `target_itl`: seconds that
     sequences shall wait for their next token at most while others compute prompts; None: the budget alone counts.
+    `num_host_blocks`: blocks of host memory to which preempted sequences are moved where that is cheaper than to compute them
+    again, by `swap_cost`.
     """
 
     def __init__(
@@ -70,12 +75,16 @@ class Scheduler:
         policy: Policy | None = None,
         prefix_cache: bool = True,
         target_itl: float | None = None,
+        num_host_blocks: int = 0,
+        swap_cost: SwapCost | None = None,
     ) -> None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("max_batch_size", max_batch_size)):
             if value < 1:
                 raise InvalidArgumentError(f"{name}: takes an integer >= 1; got {value}")
-        self._kv = KVManager(BlockPool(num_blocks), block_size, prefix_cache)
+        self._kv = KVManager(BlockPool(num_blocks), block_size, prefix_cache, num_host_blocks)
         self.num_preemptions = 0
+        self.num_swaps = 0  # how many of those were moved to the host's memory
+        self.swap_cost = swap_cost or SwapCost(0.0)
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_size = max_batch_size
         self._policy: Policy = FCFS() if policy is None else policy
@@ -154,6 +163,13 @@ class Scheduler:
         """Let no sequence begin with what was computed up to now: the model has changed. Those that run go on as they are."""
         self._kv.forget_prefixes()
 
+    def preempt_all(self) -> None:
+        """Take all blocks from those that run, and forget what is in them: the memory is going. They wait, in their order."""
+        for seq in reversed(list(self._running.values())):
+            self._preempt(seq)
+        self._is_crowded = False  # they had room together
+        self._kv.forget_prefixes()
+
     def schedule(self) -> SchedulerOutput:
         """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true."""
         budget = self._budget()
@@ -161,10 +177,19 @@ class Scheduler:
         self._serve_running(draft)
         if not draft.preempted:  # else who is admitted now would be the next to be preempted
             self._admit(draft)
-        return SchedulerOutput(tuple(draft.rows.values()), budget - draft.budget, tuple(draft.preempted), tuple(draft.cached))
+        return SchedulerOutput(
+            rows=tuple(draft.rows.values()),
+            num_scheduled_tokens=budget - draft.budget,
+            preempted=tuple(draft.preempted),
+            swap_out=tuple(draft.swap_out),
+            swap_in=tuple(draft.swap_in),
+            cached=tuple(draft.cached),
+        )
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Learn how long the step of `output` took."""
+        if output.num_scheduled_tokens > len(output.rows):
+            self.swap_cost.observe_step(output.num_scheduled_tokens, seconds)
         if self._pacer is not None:
             singles = sum(len(row.token_ids) == 1 for row in output.rows)
             self._pacer.observe(singles, output.num_scheduled_tokens - singles, seconds)
@@ -217,8 +242,10 @@ class Scheduler:
         return min(self._max_batch_tokens, singles + self._pacer.allowance())
 
     def _serve_running(self, draft: _Draft) -> None:
-        # Who lacks one token comes first, or a prompt that is served in chunks would keep others from their next token.
-        for seq in sorted(self._running.values(), key=_lacks_one_token, reverse=True):
+        running = list(self._running.values())
+        if self._pacer is not None:  # a prompt must not take what the budget has for the next token of the others
+            running.sort(key=_lacks_one_token, reverse=True)
+        for seq in running:
             if draft.budget == 0:
                 return
             if seq.status is not Status.RUNNING:  # preempted for one before it
@@ -232,8 +259,8 @@ class Scheduler:
         """Blocks for `seq` up to position `end`, at the cost of the less deserving. None: it is itself the least deserving."""
         while (block_table := self._kv.reserve(seq, end)) is None:
             victim = self._policy.victim(self._running.values())
-            self._preempt(victim)
             draft.revoke(victim)
+            draft.swap_out += self._preempt(victim, may_move=True)
             if victim is seq:
                 return None
         return block_table
@@ -243,13 +270,16 @@ class Scheduler:
             seq = self._policy.next_waiting()
             if seq is None:
                 return
-            prefix = self._kv.match_prefix(seq)
+            prefix = self._kv.match_prefix(seq) if not seq.host_blocks else ()
             if prefix is None:  # what it needs next is being computed: wait for that rather than compute it twice
                 return
             # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
             if not self._kv.can_reserve(seq, seq.num_tokens, prefix, self._headroom()):
                 return
-            self._kv.adopt(seq, prefix)
+            if seq.host_blocks:
+                draft.swap_in += self._kv.move_in(seq)
+            else:
+                self._kv.adopt(seq, prefix)
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 self._policy.charge(seq, seq.num_tokens - seq.num_cached_tokens, 0)
@@ -268,14 +298,22 @@ class Scheduler:
             return 0
         return max(self._watermark, len(self._running)) if self._is_crowded else self._watermark
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Take `seq`'s blocks. It keeps its tokens, and computes their keys and values again when it is resumed."""
-        self._kv.release(seq)
+    def _preempt(self, seq: Sequence, may_move: bool = False) -> tuple[tuple[int, int], ...]:
+        """Take `seq`'s blocks. It keeps its tokens; when it is resumed, it computes their keys and values again, or has them
+        copied back from the host. Returns what is to be copied there first."""
+        num_host_blocks = self._kv.num_host_blocks_for(seq) if may_move else None
+        pairs: tuple[tuple[int, int], ...] = ()
+        if num_host_blocks is not None and self.swap_cost.is_cheaper(seq.num_computed_tokens, num_host_blocks):
+            pairs = self._kv.move_out(seq)
+            self.num_swaps += 1
+        else:
+            self._kv.release(seq)
         del self._running[seq.request_id]
         seq.status = Status.WAITING
         self._policy.put_back(seq)
         self._is_crowded = True
         self.num_preemptions += 1
+        return pairs
 
     def _append(self, seq: Sequence, result: StepResult) -> Emission:
         token = result.tokens.get(seq.request_id)

@@ -18,13 +18,35 @@ class KVCache:
         """Allocate zeroed memory; on a CPU, pages take room only from when they are first written."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: tuple[LayerKV, ...] = tuple(
-            LayerKV(self._zeros(spec, spec.head_size), self._zeros(spec, spec.value_head_size)) for spec in specs
+        self._specs = tuple(specs)
+        self.layers: tuple[LayerKV, ...] = ()  # none while the memory is given back
+        self.restore()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the memory is given back."""
+        return not self.layers
+
+    def release(self) -> None:
+        """Give the memory back to the system; what was in it is lost."""
+        self.layers = ()
+        if any(spec.device.type == "cuda" for spec in self._specs):
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Take the memory (again), zeroed. Raises what torch or numpy raise when there is none."""
+        self.layers = tuple(
+            LayerKV(self._zeros(spec, spec.head_size), self._zeros(spec, spec.value_head_size)) for spec in self._specs
         )
 
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
         shape = (self.num_blocks, self.block_size, spec.num_kv_heads, head_size)
         if spec.device.type != "cpu":
             return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-        # numpy leaves the zeroing to the system, page by page at first use; torch.zeros would write, and take, all of it now.
-        return torch.from_numpy(np.zeros(math.prod(shape) * spec.dtype.itemsize, np.uint8)).view(spec.dtype).view(shape)
+        return lazy_zeros(shape, spec.dtype)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU whose pages take memory from when they are first written."""
+    # numpy leaves the zeroing to the system, page by page at first use; torch.zeros would write, and take, all of it now.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_cb.attention.backend import AttentionBackend
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerSpec
 from hf_cb.runtime.kv_cache import KVCache
 
 
@@ -22,7 +22,7 @@ class _Layer:
 
     module: object
     spec: LayerSpec
-    kv: LayerKV
+    index: int
 
 
 class AttentionPort:
@@ -32,13 +32,14 @@ class AttentionPort:
         self, modules: Sequence[object], specs: Sequence[LayerSpec], backend: AttentionBackend, cache: KVCache
     ) -> None:
         self._backend = backend
+        self._cache = cache
         self._layers = {
-            id(module): _Layer(module, spec, kv) for module, spec, kv in zip(modules, specs, cache.layers, strict=True)
+            id(module): _Layer(module, spec, index)
+            for index, (module, spec, _) in enumerate(zip(modules, specs, cache.layers, strict=True))
         }
         self._step: AttentionStep | None = None
         self._plans: dict[LayerSpec, object] = {}
         self.calls: list[int] = []  # how often each layer called in the current step, in layer order; see `serve`
-        self._order = {key: index for index, key in enumerate(self._layers)}
 
     def begin(self, step: AttentionStep) -> None:
         """Make `step` the one that the modules' calls belong to."""
@@ -60,8 +61,8 @@ class AttentionPort:
             raise RuntimeError("an attention module of the twin was called outside a step")
         key = id(module)
         layer = self._layers[key]
-        self.calls[self._order[key]] += 1
+        self.calls[layer.index] += 1
         plan = self._plans.get(layer.spec)
         if plan is None:
             plan = self._plans[layer.spec] = self._backend.plan(step, layer.spec)
-        return self._backend.attend(q, k, v, layer.kv, layer.spec, step, plan, sinks)
+        return self._backend.attend(q, k, v, self._cache.layers[layer.index], layer.spec, step, plan, sinks)

@@ -21,6 +21,18 @@ class StubModel:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._slots: dict[int, int] = {}
+        self._host: dict[int, list[int | None]] = {}
+
+    def swap(self, output: SchedulerOutput) -> None:
+        """Copy the blocks that the output names, before anything is written."""
+        size = self.block_size
+        for block, host in output.swap_out:
+            self._host[host] = [self._slots.get(block * size + i) for i in range(size)]
+        for host, block in output.swap_in:
+            for i, value in enumerate(self._host.pop(host)):
+                self._slots.pop(block * size + i, None)
+                if value is not None:
+                    self._slots[block * size + i] = value
 
     def step(self, output: SchedulerOutput) -> StepResult:
         """Compute every row, write its slots, and sample where the row asks for it."""

@@ -38,9 +38,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_batch_size=st.integers(1, 5),
         policy=st.sampled_from([FCFS, _Ranked, Priority, Fair]),
         prefix_cache=st.booleans(),
+        num_host_blocks=st.integers(0, 6),
+        target_itl=st.sampled_from([None, 0.01]),
     )
-    def make(self, num_blocks, block_size, max_batch_tokens, max_batch_size, policy, prefix_cache):
-        self.num_slots, self.fcfs = num_blocks * block_size, policy is FCFS
+    def make(self, num_blocks, block_size, max_batch_tokens, max_batch_size, policy, prefix_cache, num_host_blocks, target_itl):
+        self.num_slots, self.paced = num_blocks * block_size, target_itl is not None
+        self.fcfs = policy is FCFS and not self.paced
         self.max_batch_tokens, self.max_batch_size, self.block_size = max_batch_tokens, max_batch_size, block_size
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -49,6 +52,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_size=max_batch_size,
             policy=policy(),
             prefix_cache=prefix_cache,
+            num_host_blocks=num_host_blocks,
+            target_itl=target_itl,
         )
         self.model = StubModel(block_size)
         self.live: dict[int, tuple[Request, list[int]]] = {}
@@ -95,8 +100,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         if written:  # it may fail before or after it wrote its slots
             self.model.step(output)
         again = self._schedule()
-        assert again.rows[: len(output.rows)] == output.rows
-        assert again == output or output.preempted
+        if not self.paced:
+            assert again.rows[: len(output.rows)] == output.rows
+            assert again.rows == output.rows or output.preempted
+
+    @rule(seconds=st.sampled_from([0.001, 0.1]), swap_seconds=st.sampled_from([0.0, 0.01, 10.0]))
+    def step_that_is_measured(self, seconds, swap_seconds):
+        output = self._schedule()
+        if output.rows:
+            self.scheduler.observe(output, seconds)
+            self.scheduler.swap_cost.observe_swap(1, swap_seconds)
+        self._update(output, self.model.step(output))
+
+    @rule()
+    def give_the_memory_back(self):
+        self.scheduler.preempt_all()
+        assert self.scheduler.blocks_used == self.scheduler.num_running == 0
 
     @rule()
     def forget_prefixes(self):
@@ -140,6 +159,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _schedule(self) -> SchedulerOutput:
         before = {request_id: self.scheduler.tokens_of(request_id) for request_id in self.live}
         output = self.scheduler.schedule()
+        self.model.swap(output)
+        assert not (output.swap_in and output.swap_out)
         assert bool(output.rows) == bool(self.live)
         assert output.num_scheduled_tokens == sum(len(row.token_ids) for row in output.rows) <= self.max_batch_tokens
         assert len(output.rows) <= self.scheduler.num_running <= self.max_batch_size
