@@ -7,7 +7,9 @@ under that name whole or not at all, and the lock that saves others the same wor
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -53,7 +55,7 @@ def load() -> Path:
             raise _failed[0]
         try:
             path = _build()
-            torch.ops.load_library(str(path))
+            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
         except (BuildError, OSError) as error:
             failure = error if isinstance(error, BuildError) else BuildError(f"the compiled kernel can't be used: {error}")
             _failed.append(failure)
@@ -64,15 +66,17 @@ def load() -> Path:
 
 def _build() -> Path:
     """The library's file, which another process may have built."""
-    compile_command, link_command = _commands()
-    folder = _cache_folder()
-    path = folder / f"attention-{_key([*compile_command, *link_command])}.so"
-    if path.exists():
-        return path
-    with _only_process(folder / f"{path.stem}.lock"):
-        if not path.exists():
-            _compile(compile_command, link_command, path)
-    return path
+    compiler, compile_flags, link_flags = _toolchain()
+    name = f"attention-{_key([*compiler, *compile_flags, *link_flags])}.so"
+    folder = _user_folder()
+    if folder is not None and (folder / name).exists():
+        return folder / name
+    if folder is None or not _can_write(folder):
+        folder = _temporary_folder()
+    with _only_process(folder / f"{name}.lock"):
+        if not (folder / name).exists():
+            _compile([*compiler, *compile_flags], [*compiler, *link_flags], folder / name)
+    return folder / name
 
 
 def _compile(compile_command: list[str], link_command: list[str], path: Path) -> None:
@@ -80,40 +84,47 @@ def _compile(compile_command: list[str], link_command: list[str], path: Path) ->
         raise BuildError(f"there is no C++ compiler {compile_command[0]!r} to build its kernel with: {_INSTALL}")
     print(f"hf_cb: compiling the attention kernel, once, into {path.parent} (about 10 s)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as build:
-        objects, library = f"{build}/attention.o", f"{build}/attention.so"
-        # Linked apart and without OpenMP, so that its symbols are those of the runtime that torch has loaded: two in a process
-        # would have two pools of threads.
-        _run([*compile_command, str(_SOURCES / "attention.cpp"), "-o", objects])
-        _run([link_command[0], objects, *link_command[1:], "-o", library])
-        os.replace(library, path)
+        compiled, linked = f"{build}/attention.o", f"{build}/attention.so"
+        _run([*compile_command, "-c", str(_SOURCES / "attention.cpp"), "-o", compiled])
+        _run([*link_command, compiled, "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-o", linked])
+        os.replace(linked, path)
 
 
 def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"the C++ compiler failed: {error}; {_INSTALL}") from error
+        raise BuildError(f"the C++ compiler failed on its kernel ({error}); {_INSTALL}") from error
     if done.returncode:
-        lines = done.stderr.splitlines() or ["no message"]
+        lines = done.stderr.splitlines() or ["it gave no message"]
         first = next((line for line in lines if "error" in line), lines[-1])
-        raise BuildError(f"{shlex.join(command[:1])} could not build its kernel ({first.strip()}); {_INSTALL}")
+        raise BuildError(f"the C++ compiler {command[0]!r} failed on its kernel ({first.strip()}); {_INSTALL}")
 
 
-def _commands() -> tuple[list[str], list[str]]:
-    """To compile, and to link; without the names of files."""
+def _toolchain() -> tuple[list[str], list[str], list[str]]:
+    """The compiler, and its flags to compile and to link."""
     compiler = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, ("g++", "c++", "clang++")), "g++")]
     root = Path(torch.__file__).parent
-    flags = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-w"]
+    includes = [f"-isystem{root / 'include'}", f"-isystem{root / 'include/torch/csrc/api/include'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    includes = [f"-isystem{root / 'include'}", f"-isystem{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    libraries = [f"-L{root / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
-    return [*compiler, *flags, abi, *includes, "-c"], [*compiler, "-shared", *libraries]
+    compile_flags = [
+        "-std=c++20",
+        "-O3",
+        "-march=native",
+        "-ffp-contract=off",
+        "-fopenmp",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-w",
+    ]
+    # Linked without OpenMP, so that its symbols are those of the runtime that torch has loaded: two runtimes in a process would
+    # have two pools of threads.
+    return compiler, [*compile_flags, abi, *includes], ["-shared", f"-L{root / 'lib'}"]
 
 
-def _key(commands: list[str]) -> str:
-    """Changes with the source, torch, the compiler's flags and the processor that -march=native stands for."""
-    parts = [torch.__version__, *commands, platform.machine(), *_processor()]
-    digest = hashlib.sha256("\0".join(parts).encode())
+def _key(flags: list[str]) -> str:
+    """Changes with the source, torch, the compiler, its flags, and the processor that -march=native stands for."""
+    digest = hashlib.sha256("\0".join([torch.__version__, *flags, platform.machine(), *_processor()]).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
@@ -129,25 +140,30 @@ def _processor() -> list[str]:
     return [next((line for line in lines if line.startswith(name)), "") for name in names]
 
 
-def _cache_folder() -> Path:
-    """HF_CB_CACHE, or the user's cache; a folder that ends with the process where neither can be written."""
-    chosen = os.environ.get("HF_CB_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "hf_cb"
-    )
-    folder = Path(chosen) / "kernels"
+def _user_folder() -> Path | None:
+    """HF_CB_CACHE, or hf_cb in the user's cache; None for a user without a home."""
+    if chosen := os.environ.get("HF_CB_CACHE"):
+        return Path(chosen) / "kernels"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_cb" / "kernels"
+    except RuntimeError:
+        return None
+
+
+def _can_write(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return _temporary_folder()
-    return folder if os.access(folder, os.W_OK | os.X_OK) else _temporary_folder(folder)
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
-_temporary: list[tempfile.TemporaryDirectory[str]] = []
-
-
+@functools.cache
 def _temporary_folder() -> Path:
-    _temporary.append(tempfile.TemporaryDirectory(prefix="hf_cb-"))
-    return Path(_temporary[0].name)
+    """For this process alone."""
+    folder = tempfile.mkdtemp(prefix="hf_cb-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @contextlib.contextmanager
