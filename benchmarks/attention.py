@@ -1,6 +1,6 @@
 """The attention kernels against torch's own on the same shapes, and against the memory's bandwidth.
 
-Torch's scaled_dot_product_attention gets what suits it: keys and values of equal length, contiguous, no blocks, nothing to write.
+Torch's scaled_dot_product_attention gets what suits it: keys and values of equal length, contiguous, nothing to write.
 Ours reads shuffled blocks and writes. Each figure is the best of many short runs, taken in turns.
 """
 
@@ -16,7 +16,8 @@ import torch
 from torch.nn import functional
 
 from hf_cb.attention.backend import attention_backend_names, load_attention_backend
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerSpec
+from hf_cb.runtime.kv_cache import KVCache
 
 _BLOCK_SIZE = 16
 _READ_BYTES = 512 << 20  # far more than any cache holds
@@ -119,7 +120,9 @@ def paged(shape: Shape, spec: LayerSpec, name: str) -> Callable[[], object]:
     backend = load_attention_backend(name)
     per_row = -(-shape.keys // _BLOCK_SIZE)
     table = torch.randperm(shape.rows * per_row).view(shape.rows, per_row).to(torch.int32)
-    kv = LayerKV(*(torch.randn(table.numel(), _BLOCK_SIZE, spec.num_kv_heads, spec.head_size).to(spec.dtype) for _ in "kv"))
+    (kv,) = KVCache([spec], table.numel(), _BLOCK_SIZE).layers
+    for cache in kv:
+        cache.copy_(torch.randn(cache.shape))
     tokens = shape.rows * shape.queries
     q, k, v = (
         torch.randn(heads, tokens, spec.head_size).to(spec.dtype).transpose(0, 1)

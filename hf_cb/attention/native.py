@@ -54,6 +54,7 @@ class NativeCPUBackend:
 
     def plan(self, step: AttentionStep, spec: LayerSpec) -> _Plan:
         """Cut the step into pieces of work."""
+        load()  # for those who didn't ask why_not
         group = spec.num_heads // spec.num_kv_heads
         return _Plan(
             *torch.ops.hf_cb.plan(

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+extern "C" { __attribute__((visibility("default"))) int hf_cb_mode = 0; }
 namespace hf_cb {
 
 // Keys are taken 64 at a time, at multiples of 64 positions: what a query sees is grouped alike in whatever chunk it comes.
@@ -81,7 +82,7 @@ inline Plan make_plan(const int32_t* starts, const int32_t* key_lens, int64_t ro
     }
   }
   // One query's keys are read head by head from the same memory: together if that leaves enough pieces to spread.
-  const bool together = int64_t(plan.pieces.size()) >= 4 * threads;
+  const bool together = hf_cb_mode < 10 && int64_t(plan.pieces.size()) >= 4 * threads;
   std::vector<Piece> whole;
   whole.swap(plan.pieces);
   for (const Piece& piece : whole) {

@@ -114,7 +114,8 @@ class PieceRunner {
   void find_slots() {
     const int32_t* table = call_.table + piece_.row * call_.table_width;
     int64_t block = (tile_ + begin_) / call_.block_size, offset = (tile_ + begin_) % call_.block_size;
-    for (int key = begin_; key < end_; ++key) {
+    const int known = int(std::min<int64_t>(piece_.key_end - tile_, 2 * kTile));
+    for (int key = begin_; key < known; ++key) {
       key_at_[key] = table[block] * call_.k_block + offset * call_.k_slot;
       value_at_[key] = table[block] * call_.v_block + offset * call_.v_slot;
       if (++offset == call_.block_size) offset = 0, ++block;
@@ -123,6 +124,18 @@ class PieceRunner {
 
   bool in_one_block(int first, int last) const {
     return (tile_ + first) / call_.block_size == (tile_ + last) / call_.block_size;
+  }
+
+  void fetch(const T* cache, const int64_t* at, int64_t head_stride, int64_t size, int from, int to) const {
+    const int last = std::min(to, int(std::min<int64_t>(piece_.key_end - tile_ - kTile, kTile)));
+    const int64_t bytes = ((piece_.head_end - piece_.head_begin - 1) * head_stride + size) * sizeof(T);
+    for (int key = from; key < last; ++key) {
+      const char* row = reinterpret_cast<const char*>(cache + at[kTile + key] + piece_.head_begin * head_stride);
+      if (hf_cb_mode == 1) for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 3);
+      if (hf_cb_mode == 2) for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+      if (hf_cb_mode == 3) for (int64_t byte = 0; byte < bytes; byte += 64) {int x; asm volatile("movl (%1), %0" : "=r"(x) : "r"(row + byte));}
+      if (hf_cb_mode == 4) for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 1);
+    }
   }
 
   // The tile's keys of one head, transposed: keys_[D, kTile]. Columns outside begin_:end_ hold anything.
@@ -165,7 +178,10 @@ class PieceRunner {
   }
 
   void attend(int64_t head) {
+    const int n = piece_.head_end - piece_.head_begin, part = head - piece_.head_begin;
+    fetch(call_.k, key_at_, call_.k_head, call_.size, kTile * part / n, kTile * (part + 1) / n);
     transpose_keys(head);
+    fetch(call_.v, value_at_, call_.v_head, call_.value_size, kTile * part / n, kTile * (part + 1) / n);
     widen_values(head);
     for (int64_t row = 0; row < rows_; row += kRows) {
       const int count = int(std::min<int64_t>(kRows, rows_ - row));
@@ -234,7 +250,7 @@ class PieceRunner {
   float *q_, *sums_, *maxima_, *weights_, *keys_, *values_, *scores_, *gathered_;
   int64_t tile_ = 0;            // position of column 0
   int begin_ = 0, end_ = 0;     // the columns that are this piece's
-  int64_t key_at_[kTile], value_at_[kTile];
+  int64_t key_at_[2 * kTile], value_at_[2 * kTile];  // of this tile and the next
   const float* key_rows_[kMaxHeadSize];
   const float* value_rows_[kTile];
 };
