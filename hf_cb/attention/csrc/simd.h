@@ -77,6 +77,74 @@ inline float maximum_of(Vec x) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, x);
 }
 
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+#if defined(CPU_CAPABILITY_AVX512)
+// 128 bits of each fourth row from the i-th, side by side.
+inline __m512i every_fourth(const void* const* rows, int i, int64_t byte) {
+  const auto load = [&](int row) { return _mm_loadu_si128((const __m128i*)((const char*)rows[row] + byte)); };
+  __m512i v = _mm512_castsi128_si512(load(i));
+  v = _mm512_inserti32x4(v, load(4 + i), 1);
+  v = _mm512_inserti32x4(v, load(8 + i), 2);
+  return _mm512_inserti32x4(v, load(12 + i), 3);
+}
+inline __m512i low32(__m512i a, __m512i b) { return _mm512_unpacklo_epi32(a, b); }
+inline __m512i high32(__m512i a, __m512i b) { return _mm512_unpackhi_epi32(a, b); }
+inline __m512i low64(__m512i a, __m512i b) { return _mm512_unpacklo_epi64(a, b); }
+inline __m512i high64(__m512i a, __m512i b) { return _mm512_unpackhi_epi64(a, b); }
+inline void put(float* to, __m512i bits) { _mm512_storeu_si512(to, bits); }
+inline __m512i low_bfloat16(__m512i pair) { return _mm512_slli_epi32(pair, 16); }
+inline __m512i high_bfloat16(__m512i pair) { return _mm512_and_si512(pair, _mm512_set1_epi32(0xffff0000)); }
+#else
+inline __m256i every_fourth(const void* const* rows, int i, int64_t byte) {
+  const auto load = [&](int row) { return _mm_loadu_si128((const __m128i*)((const char*)rows[row] + byte)); };
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(load(i)), load(4 + i), 1);
+}
+inline __m256i low32(__m256i a, __m256i b) { return _mm256_unpacklo_epi32(a, b); }
+inline __m256i high32(__m256i a, __m256i b) { return _mm256_unpackhi_epi32(a, b); }
+inline __m256i low64(__m256i a, __m256i b) { return _mm256_unpacklo_epi64(a, b); }
+inline __m256i high64(__m256i a, __m256i b) { return _mm256_unpackhi_epi64(a, b); }
+inline void put(float* to, __m256i bits) { _mm256_storeu_si256((__m256i*)to, bits); }
+inline __m256i low_bfloat16(__m256i pair) { return _mm256_slli_epi32(pair, 16); }
+inline __m256i high_bfloat16(__m256i pair) { return _mm256_and_si256(pair, _mm256_set1_epi32(0xffff0000)); }
+#endif
+
+// Columns of kLanes rows, 16 bytes of each row at a time: four words of every row, or four pairs of bfloat16.
+template <typename T>
+inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, int64_t size) {
+  constexpr int64_t kStep = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
+  int64_t column = 0;
+  for (; column + kStep <= size; column += kStep) {
+    const auto pointers = reinterpret_cast<const void* const*>(rows);
+    const auto a = every_fourth(pointers, 0, column * sizeof(T)), b = every_fourth(pointers, 1, column * sizeof(T));
+    const auto c = every_fourth(pointers, 2, column * sizeof(T)), d = every_fourth(pointers, 3, column * sizeof(T));
+    const auto ab = low32(a, b), AB = high32(a, b), cd = low32(c, d), CD = high32(c, d);
+    const decltype(ab) words[] = {low64(ab, cd), high64(ab, cd), low64(AB, CD), high64(AB, CD)};
+    for (int i = 0; i < 4; ++i) {
+      float* at = to + (column + i * kPerWord) * stride;
+      if constexpr (std::is_same_v<T, float>) {
+        put(at, words[i]);
+      } else {
+        put(at, low_bfloat16(words[i]));
+        put(at + stride, high_bfloat16(words[i]));
+      }
+    }
+  }
+  return column;
+}
+#else
+template <typename T>
+inline int64_t transpose_words(const T* const*, float*, int64_t, int64_t) { return 0; }
+#endif
+
+// to[column * stride + i] = rows[i][column], for kLanes rows.
+template <typename T>
+inline void transpose(const T* const* rows, float* to, int64_t stride, int64_t size) {
+  int64_t column = 0;
+  if constexpr (!std::is_same_v<T, at::Half>) column = transpose_words(rows, to, stride, size);
+  for (; column < size; ++column)
+    for (int i = 0; i < kLanes; ++i) to[column * stride + i] = static_cast<float>(rows[i][column]);
+}
+
 // c[R, C vectors] (+)= a[R, first:last] b[first:last, C vectors]; row k of b starts at b[k] + column.
 template <int R, int C>
 inline void multiply_block(const float* a, int64_t a_stride, const float* const* b, int64_t column, int first, int last,

@@ -72,7 +72,7 @@ class PieceRunner {
       : call_(call), piece_(piece), rows_(piece.queries * call.group), value_stride_(call.padded_value_size()) {
     const int64_t total = rows_ * (piece.head_end - piece.head_begin);
     scratch.reset(total * (call.size + value_stride_ + 32) + kTile * (call.size + value_stride_) + kRows * kTile +
-                  kLanes * call.size + 256);
+                  256);
     q_ = scratch.take(total * call.size);
     sums_ = scratch.take(total * value_stride_);
     maxima_ = scratch.take(total);
@@ -80,7 +80,7 @@ class PieceRunner {
     keys_ = scratch.take(kTile * call.size);
     values_ = scratch.take(kTile * value_stride_);
     scores_ = scratch.take(kRows * kTile);
-    gathered_ = scratch.take(kLanes * call.size);
+    for (int64_t i = 0; i < call.size; ++i) key_rows_[i] = keys_ + i * kTile;
     std::fill_n(sums_, total * value_stride_, 0.0f);
     std::fill_n(maxima_, total, -kInfinity);
     std::fill_n(weights_, total, 0.0f);
@@ -122,10 +122,6 @@ class PieceRunner {
     }
   }
 
-  bool in_one_block(int first, int last) const {
-    return (tile_ + first) / call_.block_size == (tile_ + last) / call_.block_size;
-  }
-
   void fetch(const T* cache, const int64_t* at, int64_t head_stride, int64_t size, int from, int to) const {
     const int last = std::min(to, int(std::min<int64_t>(piece_.key_end - tile_ - kTile, kTile)));
     const int64_t bytes = ((piece_.head_end - piece_.head_begin - 1) * head_stride + size) * sizeof(T);
@@ -142,16 +138,10 @@ class PieceRunner {
   void transpose_keys(int64_t head) {
     const T* k = call_.k + head * call_.k_head;
     for (int first = begin_ / kLanes * kLanes; first < end_; first += kLanes) {
-      if constexpr (std::is_same_v<T, float>)
-        if (first >= begin_ && first + kLanes <= end_ && in_one_block(first, first + kLanes - 1)) {
-          at::vec::transpose_mxn<float>(k + key_at_[first], call_.k_slot, keys_ + first, kTile, kLanes, int(call_.size));
-          continue;
-        }
-      for (int key = std::max(first, begin_); key < std::min(first + kLanes, end_); ++key)
-        to_float(k + key_at_[key], gathered_ + (key - first) * call_.size, call_.size);
-      at::vec::transpose_mxn<float>(gathered_, call_.size, keys_ + first, kTile, kLanes, int(call_.size));
+      const T* rows[kLanes];
+      for (int i = 0; i < kLanes; ++i) rows[i] = k + key_at_[std::clamp(first + i, begin_, end_ - 1)];
+      transpose(rows, keys_ + first, kTile, call_.size);
     }
-    for (int64_t i = 0; i < call_.size; ++i) key_rows_[i] = keys_ + i * kTile;
   }
 
   // The tile's values of one head as rows of floats in whole vectors: in place where they are that already.
@@ -247,7 +237,7 @@ class PieceRunner {
   const Piece piece_;
   const int64_t rows_;          // of each key head: query by query, its group of heads together
   const int64_t value_stride_;  // Dv in whole vectors
-  float *q_, *sums_, *maxima_, *weights_, *keys_, *values_, *scores_, *gathered_;
+  float *q_, *sums_, *maxima_, *weights_, *keys_, *values_, *scores_;
   int64_t tile_ = 0;            // position of column 0
   int begin_ = 0, end_ = 0;     // the columns that are this piece's
   int64_t key_at_[2 * kTile], value_at_[2 * kTile];  // of this tile and the next
