@@ -114,6 +114,7 @@ inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, 
   constexpr int64_t kStep = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
   int64_t column = 0;
   for (; column + kStep <= size; column += kStep) {
+    asm volatile("" ::: "memory");  // the row pointers are more than the registers: let them be read again, not spilled
     const auto pointers = reinterpret_cast<const void* const*>(rows);
     const auto a = every_fourth(pointers, 0, column * sizeof(T)), b = every_fourth(pointers, 1, column * sizeof(T));
     const auto c = every_fourth(pointers, 2, column * sizeof(T)), d = every_fourth(pointers, 3, column * sizeof(T));

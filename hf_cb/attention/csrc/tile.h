@@ -92,7 +92,13 @@ class PieceRunner {
       begin_ = int(std::max<int64_t>(piece_.key_begin - tile, 0));
       end_ = int(std::min<int64_t>(piece_.key_end - tile, kTile));
       tile_ = tile;
-      find_slots();
+      if (tile > piece_.key_begin) {
+        std::copy_n(key_at_ + kTile, kTile, key_at_);
+        std::copy_n(value_at_ + kTile, kTile, value_at_);
+      } else {
+        find_slots(begin_, end_);
+      }
+      find_slots(kTile, std::min<int64_t>(piece_.key_end - tile, 2 * kTile));
       for (int64_t head = piece_.head_begin; head < piece_.head_end; ++head) attend(head);
     }
     for (int64_t head = piece_.head_begin; head < piece_.head_end; ++head) store(head);
@@ -111,14 +117,14 @@ class PieceRunner {
       }
   }
 
-  void find_slots() {
+  // Where the keys and values from column `from` to `to` lie; columns of the next tile count on from this one's.
+  void find_slots(int64_t from, int64_t to) {
     const int32_t* table = call_.table + piece_.row * call_.table_width;
-    int64_t block = (tile_ + begin_) / call_.block_size, offset = (tile_ + begin_) % call_.block_size;
-    const int known = int(std::min<int64_t>(piece_.key_end - tile_, 2 * kTile));
-    for (int key = begin_; key < known; ++key) {
-      key_at_[key] = table[block] * call_.k_block + offset * call_.k_slot;
-      value_at_[key] = table[block] * call_.v_block + offset * call_.v_slot;
-      if (++offset == call_.block_size) offset = 0, ++block;
+    while (from < to) {
+      const int64_t block = table[(tile_ + from) / call_.block_size], offset = (tile_ + from) % call_.block_size;
+      const int64_t stop = std::min(to, from + call_.block_size - offset);
+      int64_t key = block * call_.k_block + offset * call_.k_slot, value = block * call_.v_block + offset * call_.v_slot;
+      for (; from < stop; ++from, key += call_.k_slot, value += call_.v_slot) key_at_[from] = key, value_at_[from] = value;
     }
   }
 
@@ -240,7 +246,7 @@ class PieceRunner {
   float *q_, *sums_, *maxima_, *weights_, *keys_, *values_, *scores_;
   int64_t tile_ = 0;            // position of column 0
   int begin_ = 0, end_ = 0;     // the columns that are this piece's
-  int64_t key_at_[2 * kTile], value_at_[2 * kTile];  // of this tile and the next
+  int64_t key_at_[2 * kTile] = {}, value_at_[2 * kTile] = {};  // of this tile and the next
   const float* key_rows_[kMaxHeadSize];
   const float* value_rows_[kTile];
 };
