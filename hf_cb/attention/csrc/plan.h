@@ -6,7 +6,6 @@
 #include <optional>
 #include <vector>
 
-extern "C" { __attribute__((visibility("default"))) int hf_cb_mode = 0; }
 namespace hf_cb {
 
 // Keys are taken 64 at a time, at multiples of 64 positions: what a query sees is grouped alike in whatever chunk it comes.

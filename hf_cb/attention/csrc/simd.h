@@ -24,6 +24,7 @@
 #include <limits>
 #include <type_traits>
 
+extern "C" { __attribute__((visibility("default"))) int hf_cb_mode = 0; }
 namespace hf_cb {
 
 using Vec = at::vec::Vectorized<float>;
@@ -109,11 +110,12 @@ inline __m256i high_bfloat16(__m256i pair) { return _mm256_and_si256(pair, _mm25
 #endif
 
 // Columns of kLanes rows, 16 bytes of each row at a time: four words of every row, or four pairs of bfloat16.
-template <typename T>
-inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, int64_t size) {
+template <typename T, typename F>
+inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, int64_t size, F&& between) {
   constexpr int64_t kStep = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
   int64_t column = 0;
   for (; column + kStep <= size; column += kStep) {
+    between();
     asm volatile("" ::: "memory");  // the row pointers are more than the registers: let them be read again, not spilled
     const auto pointers = reinterpret_cast<const void* const*>(rows);
     const auto a = every_fourth(pointers, 0, column * sizeof(T)), b = every_fourth(pointers, 1, column * sizeof(T));
@@ -133,29 +135,30 @@ inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, 
   return column;
 }
 #else
-template <typename T>
-inline int64_t transpose_words(const T* const*, float*, int64_t, int64_t) { return 0; }
+template <typename T, typename F>
+inline int64_t transpose_words(const T* const*, float*, int64_t, int64_t, F&&) { return 0; }
 #endif
 
 // to[column * stride + i] = rows[i][column], for kLanes rows.
-template <typename T>
-inline void transpose(const T* const* rows, float* to, int64_t stride, int64_t size) {
+template <typename T, typename F>
+inline void transpose(const T* const* rows, float* to, int64_t stride, int64_t size, F&& between) {
   int64_t column = 0;
-  if constexpr (!std::is_same_v<T, at::Half>) column = transpose_words(rows, to, stride, size);
+  if constexpr (!std::is_same_v<T, at::Half>) column = transpose_words(rows, to, stride, size, between);
   for (; column < size; ++column)
     for (int i = 0; i < kLanes; ++i) to[column * stride + i] = static_cast<float>(rows[i][column]);
 }
 
 // c[R, C vectors] (+)= a[R, first:last] b[first:last, C vectors]; row k of b starts at b[k] + column.
-template <int R, int C>
+template <int R, int C, typename F>
 inline void multiply_block(const float* a, int64_t a_stride, const float* const* b, int64_t column, int first, int last,
-                           float* c, int64_t c_stride, bool add) {
+                           float* c, int64_t c_stride, bool add, F&& between) {
   Vec sums[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int j = 0; j < C; ++j) sums[r][j] = add ? Vec::loadu(c + r * c_stride + j * kLanes) : Vec(0.0f);
   for (int k = first; k < last; ++k) {
+    between();
     Vec row[C];
 #pragma GCC unroll 8
     for (int j = 0; j < C; ++j) row[j] = Vec::loadu(b[k] + column + j * kLanes);
@@ -172,28 +175,57 @@ inline void multiply_block(const float* a, int64_t a_stride, const float* const*
     for (int j = 0; j < C; ++j) sums[r][j].store(c + r * c_stride + j * kLanes);
 }
 
-template <int R>
+template <int R, typename F>
 inline void multiply_rows(const float* a, int64_t a_stride, const float* const* b, int64_t begin, int64_t end, int first,
-                          int last, float* c, int64_t c_stride, bool add) {
+                          int last, float* c, int64_t c_stride, bool add, F&& between) {
   int64_t column = begin;
   for (; column + kColumns * kLanes <= end; column += kColumns * kLanes)
-    multiply_block<R, kColumns>(a, a_stride, b, column, first, last, c + column, c_stride, add);
+    multiply_block<R, kColumns>(a, a_stride, b, column, first, last, c + column, c_stride, add, between);
   for (; column < end; column += kLanes)
-    multiply_block<R, 1>(a, a_stride, b, column, first, last, c + column, c_stride, add);
+    multiply_block<R, 1>(a, a_stride, b, column, first, last, c + column, c_stride, add, between);
 }
 
 // c[rows <= kRows, begin:end] (+)= a[rows, first:last] b[first:last, begin:end]; begin and end in whole vectors.
+template <typename F>
 inline void multiply(int rows, const float* a, int64_t a_stride, const float* const* b, int64_t begin, int64_t end,
-                     int first, int last, float* c, int64_t c_stride, bool add) {
+                     int first, int last, float* c, int64_t c_stride, bool add, F&& between) {
   static_assert(kRows == 6);
   switch (rows) {
-    case 1: return multiply_rows<1>(a, a_stride, b, begin, end, first, last, c, c_stride, add);
-    case 2: return multiply_rows<2>(a, a_stride, b, begin, end, first, last, c, c_stride, add);
-    case 3: return multiply_rows<3>(a, a_stride, b, begin, end, first, last, c, c_stride, add);
-    case 4: return multiply_rows<4>(a, a_stride, b, begin, end, first, last, c, c_stride, add);
-    case 5: return multiply_rows<5>(a, a_stride, b, begin, end, first, last, c, c_stride, add);
-    default: return multiply_rows<6>(a, a_stride, b, begin, end, first, last, c, c_stride, add);
+    case 1: return multiply_rows<1>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    case 2: return multiply_rows<2>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    case 3: return multiply_rows<3>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    case 4: return multiply_rows<4>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    case 5: return multiply_rows<5>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    default: return multiply_rows<6>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
   }
 }
+
+// Memory that will be read next, asked for a few lines at a time between other work: a core waits for no more than some twenty
+// lines at once, and a burst of more would stop it. Row by row in order, so that the processor's own prefetching joins in.
+class Ahead {
+ public:
+  Ahead(const char* base, const int64_t* at, int first, int last, int64_t element, int64_t bytes, int steps)
+      : base_(base), at_(at), element_(element), bytes_(bytes), row_(first), last_(last) {
+    const int64_t lines = (bytes + 63) / 64 * std::max(last - first, 0);
+    per_step_ = int((lines + steps - 1) / steps);
+  }
+  void operator()() {
+    if (row_ >= last_) return;
+    for (int i = 0; i < per_step_; ++i) {
+      if (hf_cb_mode == 1) __builtin_prefetch(base_ + at_[row_] * element_ + byte_, 0, 3);
+      if (hf_cb_mode == 2) __builtin_prefetch(base_ + at_[row_] * element_ + byte_, 0, 2);
+      byte_ += 64;
+      if (byte_ < bytes_) continue;
+      byte_ = 0;
+      if (++row_ >= last_) return;
+    }
+  }
+
+ private:
+  const char* base_;
+  const int64_t* at_;
+  int64_t element_, bytes_, byte_ = 0;
+  int row_, last_, per_step_;
+};
 
 }  // namespace hf_cb
