@@ -13,9 +13,9 @@ constexpr int kTile = 64;
 // A row's keys are cut at multiples of this many positions, and the parts added up in order. Nothing but positions decides,
 // so that neither neighbours nor the number of threads change a bit.
 constexpr int kSplit = 512;
-constexpr int kMaxHeadSize = 1024;
 // Query heads times queries of one piece: enough that the keys, once transposed, are well used.
 constexpr int kPieceRows = 96;
+constexpr int kMaxHeadSize = 1024;
 
 struct Visibility {
   std::optional<int64_t> window, chunk;
@@ -81,7 +81,7 @@ inline Plan make_plan(const int32_t* starts, const int32_t* key_lens, int64_t ro
     }
   }
   // One query's keys are read head by head from the same memory: together if that leaves enough pieces to spread.
-  const bool together = hf_cb_mode < 10 && int64_t(plan.pieces.size()) >= 4 * threads;
+  const bool together = int64_t(plan.pieces.size()) >= 4 * threads;
   std::vector<Piece> whole;
   whole.swap(plan.pieces);
   for (const Piece& piece : whole) {

@@ -24,7 +24,6 @@
 #include <limits>
 #include <type_traits>
 
-extern "C" { __attribute__((visibility("default"))) int hf_cb_mode = 0; }
 namespace hf_cb {
 
 using Vec = at::vec::Vectorized<float>;
@@ -109,6 +108,8 @@ inline __m256i low_bfloat16(__m256i pair) { return _mm256_slli_epi32(pair, 16); 
 inline __m256i high_bfloat16(__m256i pair) { return _mm256_and_si256(pair, _mm256_set1_epi32(0xffff0000)); }
 #endif
 
+// The loops below call `between` once a step: there the caller asks for memory that it will need later.
+
 // Columns of kLanes rows, 16 bytes of each row at a time: four words of every row, or four pairs of bfloat16.
 template <typename T, typename F>
 inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, int64_t size, F&& between) {
@@ -116,7 +117,6 @@ inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, 
   int64_t column = 0;
   for (; column + kStep <= size; column += kStep) {
     between();
-    asm volatile("" ::: "memory");  // the row pointers are more than the registers: let them be read again, not spilled
     const auto pointers = reinterpret_cast<const void* const*>(rows);
     const auto a = every_fourth(pointers, 0, column * sizeof(T)), b = every_fourth(pointers, 1, column * sizeof(T));
     const auto c = every_fourth(pointers, 2, column * sizeof(T)), d = every_fourth(pointers, 3, column * sizeof(T));
@@ -201,31 +201,37 @@ inline void multiply(int rows, const float* a, int64_t a_stride, const float* co
 }
 
 // Memory that will be read next, asked for a few lines at a time between other work: a core waits for no more than some twenty
-// lines at once, and a burst of more would stop it. Row by row in order, so that the processor's own prefetching joins in.
+// lines at once, and a burst of more would stop it.
 class Ahead {
  public:
-  Ahead(const char* base, const int64_t* at, int first, int last, int64_t element, int64_t bytes, int steps)
-      : base_(base), at_(at), element_(element), bytes_(bytes), row_(first), last_(last) {
-    const int64_t lines = (bytes + 63) / 64 * std::max(last - first, 0);
-    per_step_ = int((lines + steps - 1) / steps);
+  // Rows of `bytes`, at base + at[first:last] elements.
+  void add(const void* base, int64_t element, const int64_t* at, int first, int last, int64_t bytes) {
+    streams_[count_++] = {static_cast<const char*>(base), at, element, bytes, first, last};
+    lines_ += (bytes + 63) / 64 * (last - first);
   }
+  void spread(int64_t steps) { per_step_ = int((lines_ + steps - 1) / steps); }
   void operator()() {
-    if (row_ >= last_) return;
-    for (int i = 0; i < per_step_; ++i) {
-      if (hf_cb_mode == 1) __builtin_prefetch(base_ + at_[row_] * element_ + byte_, 0, 3);
-      if (hf_cb_mode == 2) __builtin_prefetch(base_ + at_[row_] * element_ + byte_, 0, 2);
+    for (int64_t i = std::min<int64_t>(per_step_, lines_); i > 0; --i) {
+      Stream& stream = streams_[now_];
+      __builtin_prefetch(stream.base + stream.at[stream.row] * stream.element + byte_, 0, 2);
+      --lines_;
       byte_ += 64;
-      if (byte_ < bytes_) continue;
+      if (byte_ < stream.bytes) continue;
       byte_ = 0;
-      if (++row_ >= last_) return;
+      if (++stream.row == stream.last) ++now_;
     }
   }
 
  private:
-  const char* base_;
-  const int64_t* at_;
-  int64_t element_, bytes_, byte_ = 0;
-  int row_, last_, per_step_;
+  struct Stream {
+    const char* base;
+    const int64_t* at;
+    int64_t element, bytes;
+    int row, last;
+  };
+  Stream streams_[2];
+  int64_t lines_ = 0, byte_ = 0;
+  int per_step_ = 0, count_ = 0, now_ = 0;
 };
 
 }  // namespace hf_cb

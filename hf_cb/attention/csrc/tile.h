@@ -3,9 +3,8 @@
 
 #include <memory>
 
-#include "simd.h"
-
 #include "plan.h"
+#include "simd.h"
 
 namespace hf_cb {
 
@@ -130,20 +129,27 @@ class PieceRunner {
   }
 
   // This head's share of the next tile, all heads of a key together.
-  Ahead ahead(const T* cache, const int64_t* at, int64_t head, int64_t head_stride, int64_t size, int steps) const {
+  Ahead next_tile(int64_t head) const {
     const int64_t heads = piece_.head_end - piece_.head_begin, part = head - piece_.head_begin;
-    const int next = int(std::clamp<int64_t>(piece_.key_end - tile_ - kTile, 0, kTile));
-    return Ahead(reinterpret_cast<const char*>(cache + piece_.head_begin * head_stride), at + kTile, next * part / heads,
-                 hf_cb_mode ? next * (part + 1) / heads : 0, sizeof(T), ((heads - 1) * head_stride + size) * sizeof(T), steps);
+    const int64_t next = std::clamp<int64_t>(piece_.key_end - tile_ - kTile, 0, kTile);
+    const int first = int(next * part / heads), last = int(next * (part + 1) / heads);
+    Ahead ahead;
+    if (first == last) return ahead;
+    ahead.add(call_.k + piece_.head_begin * call_.k_head, sizeof(T), key_at_ + kTile, first, last,
+              ((heads - 1) * call_.k_head + call_.size) * sizeof(T));
+    ahead.add(call_.v + piece_.head_begin * call_.v_head, sizeof(T), value_at_ + kTile, first, last,
+              ((heads - 1) * call_.v_head + call_.value_size) * sizeof(T));
+    ahead.spread(kTile / kLanes * call_.size * sizeof(T) / 16 + call_.size + kTile);
+    return ahead;
   }
 
   // The tile's keys of one head, transposed: keys_[D, kTile]. Columns outside begin_:end_ hold anything.
-  void transpose_keys(int64_t head, Ahead keys) {
+  void transpose_keys(int64_t head, Ahead& ahead) {
     const T* k = call_.k + head * call_.k_head;
     for (int first = begin_ / kLanes * kLanes; first < end_; first += kLanes) {
       const T* rows[kLanes];
       for (int i = 0; i < kLanes; ++i) rows[i] = k + key_at_[std::clamp(first + i, begin_, end_ - 1)];
-      transpose(rows, keys_ + first, kTile, call_.size, keys);
+      transpose(rows, keys_ + first, kTile, call_.size, ahead);
     }
   }
 
@@ -171,19 +177,19 @@ class PieceRunner {
   }
 
   void attend(int64_t head) {
-    transpose_keys(head, ahead(call_.k, key_at_, head, call_.k_head, call_.size, kTile / kLanes * call_.size * sizeof(T) / 16));
+    Ahead ahead = next_tile(head);
+    transpose_keys(head, ahead);
     widen_values(head);
-    Ahead values = ahead(call_.v, value_at_, head, call_.v_head, call_.value_size, kTile * std::max<int64_t>(value_stride_ / kLanes / kColumns, 1));
     for (int64_t row = 0; row < rows_; row += kRows) {
       const int count = int(std::min<int64_t>(kRows, rows_ - row));
       const int first = visible(row).first, last = visible(row + count - 1).second;  // both grow with the row
       if (first >= last) continue;
       const int from = first / kLanes * kLanes, to = int(round_up(last, kLanes));
       const int64_t at = first_row(head) + row;
-      multiply(count, q_ + at * call_.size, call_.size, key_rows_, from, to, 0, int(call_.size), scores_, kTile, false, [] {});
+      multiply(count, q_ + at * call_.size, call_.size, key_rows_, from, to, 0, int(call_.size), scores_, kTile, false, ahead);
       for (int i = 0; i < count; ++i) soften(scores_ + i * kTile, visible(row + i), from, to, at + i);
       multiply(count, scores_, kTile, value_rows_, 0, value_stride_, first, last, sums_ + at * value_stride_,
-               value_stride_, true, values);
+               value_stride_, true, ahead);
     }
   }
 
