@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench clean
+.PHONY: help demo test sanitize bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -22,6 +22,11 @@ test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
 	$(BIN)/mypy
 	$(BIN)/python -m demo.packaged_model
 	$(BIN)/python -m pytest $(ARGS)
+
+sanitize: $(VENV)/.dev ## the attention kernel's tests under the address and undefined behaviour sanitizers (g++)
+	CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest --timeout 900 tests/attention/test_native.py $(ARGS)
 
 bench: $(VENV)/.demo ## throughput against other ways to run the same model (MODEL=id or folder, ARGS=more options)
 	$(BIN)/python -m benchmarks.throughput $(if $(MODEL),--model "$(MODEL)") $(ARGS)

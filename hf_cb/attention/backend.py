@@ -53,6 +53,7 @@ class AttentionBackend(Protocol):
 # name -> "module:attribute" of an AttentionBackend instance or class without arguments; imported at first use, so that a
 # package that is not installed costs nothing. The order is the order of choice.
 _REGISTRY: dict[str, str] = {
+    "native_cpu": "hf_cb.attention.native:NativeCPUBackend",
     "torch_cpu": "hf_cb.attention.cpu:TorchCPUBackend",
     "reference": "hf_cb.attention.reference:ReferenceBackend",
 }

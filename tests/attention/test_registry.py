@@ -10,6 +10,7 @@ from steps import make_spec
 
 from hf_cb.attention import backend
 from hf_cb.attention.cpu import TorchCPUBackend
+from hf_cb.attention.native import NativeCPUBackend
 from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.errors import InvalidArgumentError
 
@@ -30,7 +31,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_order_of_choice() -> None:
-    assert backend.attention_backend_names() == ("torch_cpu", "reference")
+    assert backend.attention_backend_names() == ("native_cpu", "torch_cpu", "reference")
 
 
 @pytest.mark.parametrize("name", backend.attention_backend_names())
@@ -42,15 +43,22 @@ def test_every_registered_backend_loads_under_its_name(name: str) -> None:
 
 def test_a_cpu_model_gets_the_cpu_backend() -> None:
     chosen, reason = backend.choose_attention_backend([make_spec(), make_spec(window=4)])
+    assert isinstance(chosen, NativeCPUBackend)
+    assert reason == "native_cpu serves every layer"
+
+
+def test_a_dtype_that_the_kernel_does_not_take_gets_the_next() -> None:
+    chosen, reason = backend.choose_attention_backend([make_spec(), make_spec(dtype=torch.float64)])
     assert isinstance(chosen, TorchCPUBackend)
-    assert reason == "torch_cpu serves every layer"
+    assert reason == "native_cpu: takes float32, bfloat16 or float16, not float64; torch_cpu serves every layer"
 
 
 def test_the_reason_tells_who_refused() -> None:
     # One layer that it cannot serve is enough.
     chosen, reason = backend.choose_attention_backend([make_spec(), make_spec(device=META)])
     assert isinstance(chosen, ReferenceBackend)
-    assert reason == "torch_cpu: runs on a CPU, not on meta; reference serves every layer"
+    refusal = "runs on a CPU, not on meta"
+    assert reason == f"native_cpu: {refusal}; torch_cpu: {refusal}; reference serves every layer"
 
 
 def test_a_named_backend_is_taken() -> None:
@@ -65,7 +73,9 @@ def test_a_named_backend_that_cannot_serve_is_an_error_with_its_reason() -> None
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^attention_backend: takes one of torch_cpu, reference; got 'flash'"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^attention_backend: takes one of native_cpu, torch_cpu, reference; got 'flash'"
+    ):
         backend.choose_attention_backend([make_spec()], "flash")
 
 

@@ -1,0 +1,142 @@
+// torch.ops.hf_cb: varlen paged attention for CPUs. `plan` once a step, `attend` once a layer; see ../native.py.
+#include "tile.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+namespace hf_cb {
+namespace {
+
+using at::Tensor;
+
+void check_ints(const Tensor& tensor, at::ScalarType type, const char* name) {
+  TORCH_CHECK(tensor.scalar_type() == type && tensor.is_contiguous(), name, ": takes a contiguous tensor of ", type);
+}
+
+template <typename Record>
+Tensor as_tensor(const std::vector<Record>& records) {
+  constexpr int64_t width = sizeof(Record) / sizeof(int32_t);
+  Tensor tensor = at::empty({int64_t(records.size()), width}, at::kInt);
+  if (!records.empty()) std::memcpy(tensor.data_ptr(), records.data(), records.size() * sizeof(Record));
+  return tensor;
+}
+
+std::tuple<Tensor, Tensor, Tensor> plan(const Tensor& starts, const Tensor& key_lens, int64_t heads, int64_t group,
+                                        int64_t value_size, std::optional<int64_t> window,
+                                        std::optional<int64_t> chunk) {
+  check_ints(starts, at::kInt, "starts");
+  check_ints(key_lens, at::kInt, "key_lens");
+  const Plan made = make_plan(starts.const_data_ptr<int32_t>(), key_lens.const_data_ptr<int32_t>(), key_lens.numel(), heads,
+                              group, {window, chunk}, at::get_num_threads());
+  return {as_tensor(made.pieces), as_tensor(made.merges), at::empty({made.partial_rows, value_size + 2}, at::kFloat)};
+}
+
+// Threads take pieces in turn: whoever is slowed down takes fewer. What a piece gives doesn't depend on who computes it.
+template <typename F>
+void share(int64_t count, const F& run) {
+  const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) run(i);
+  });
+}
+
+// cache[slot] = packed[token], for every token.
+template <typename T>
+void write(const Tensor& packed, Tensor& cache, const int64_t* slots) {
+  const int64_t tokens = packed.size(0), heads = packed.size(1), size = packed.size(2), block_size = cache.size(1);
+  const T* from = packed.const_data_ptr<T>();
+  T* to = cache.mutable_data_ptr<T>();
+  const int64_t token_stride = packed.stride(0), head_stride = packed.stride(1);
+  const int64_t block_stride = cache.stride(0), slot_stride = cache.stride(1), to_head = cache.stride(2);
+  constexpr int64_t kGrain = 32768;  // elements that are worth another thread
+  at::parallel_for(0, tokens, 1 + kGrain / (heads * size), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      T* slot = to + slots[token] / block_size * block_stride + slots[token] % block_size * slot_stride;
+      for (int64_t head = 0; head < heads; ++head)
+        std::memcpy(slot + head * to_head, from + token * token_stride + head * head_stride, size * sizeof(T));
+    }
+  });
+}
+
+template <typename T>
+void run(const Call<T>& call, const Tensor& pieces, const Tensor& merges) {
+  const auto* piece = reinterpret_cast<const Piece*>(pieces.const_data_ptr<int32_t>());
+  share(pieces.size(0), [&](int64_t i) {
+    static thread_local Scratch scratch;
+    PieceRunner<T>(call, piece[i], scratch).run();
+  });
+  const auto* split = reinterpret_cast<const Merge*>(merges.const_data_ptr<int32_t>());
+  share(merges.size(0) * call.heads, [&](int64_t i) {
+    float sums[kMaxHeadSize];
+    const Merge& one = split[i / call.heads];
+    for (int64_t row = 0; row < one.queries * call.group; ++row) merge(call, one, i % call.heads, row, sums);
+  });
+}
+
+void check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache) {
+  for (const Tensor* tensor : {&q, &k, &v}) TORCH_CHECK(tensor->dim() == 3 && tensor->stride(2) == 1, "q, k, v: [T, H, D]");
+  for (const Tensor* cache : {&k_cache, &v_cache}) TORCH_CHECK(cache->dim() == 4 && cache->stride(3) == 1, "cache");
+  for (const Tensor* tensor : {&k, &v, &k_cache, &v_cache})
+    TORCH_CHECK(tensor->scalar_type() == q.scalar_type(), "k, v, k_cache, v_cache: takes the dtype of q");
+  TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0), "k, v: takes as many tokens as q");
+  TORCH_CHECK(k.sizes().slice(1) == k_cache.sizes().slice(2) && v.sizes().slice(1) == v_cache.sizes().slice(2),
+              "k, v: takes the cache's heads and sizes");
+  TORCH_CHECK(q.size(1) % k.size(1) == 0 && q.size(2) == k.size(2), "q: takes the keys' size, and whole groups of heads");
+  TORCH_CHECK(q.size(2) <= kMaxHeadSize && v.size(2) <= kMaxHeadSize, "q, v: takes heads of at most ", kMaxHeadSize);
+}
+
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache, Tensor v_cache, const Tensor& slots,
+              const Tensor& table, const Tensor& pieces, const Tensor& merges, const Tensor& partials,
+              const std::optional<Tensor>& sinks, double scale, std::optional<int64_t> window,
+              std::optional<int64_t> chunk, std::optional<double> softcap) {
+  check(q, k, v, k_cache, v_cache);
+  check_ints(slots, at::kLong, "slots");
+  check_ints(table, at::kInt, "table");
+  Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
+  const Tensor logits = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
+  const auto serve = [&](auto zero) {
+    using T = decltype(zero);
+    write<T>(k, k_cache, slots.const_data_ptr<int64_t>());
+    write<T>(v, v_cache, slots.const_data_ptr<int64_t>());
+    const Call<T> call{q.const_data_ptr<T>(), k_cache.const_data_ptr<T>(), v_cache.const_data_ptr<T>(),
+                       out.mutable_data_ptr<T>(), q.stride(0), q.stride(1),
+                       k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+                       v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+                       table.const_data_ptr<int32_t>(), table.size(1), k_cache.size(1),
+                       k.size(1), q.size(1) / k.size(1), q.size(2), v.size(2),
+                       float(scale), float(softcap.value_or(0.0)), sinks ? logits.const_data_ptr<float>() : nullptr,
+                       {window, chunk}, const_cast<float*>(partials.const_data_ptr<float>())};
+    run(call, pieces, merges);
+  };
+  switch (q.scalar_type()) {
+    case at::kFloat: serve(float()); break;
+    case at::kBFloat16: serve(at::BFloat16()); break;
+    case at::kHalf: serve(at::Half()); break;
+    default: TORCH_CHECK(false, "q: takes float32, bfloat16 or float16, not ", q.scalar_type());
+  }
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(hf_cb, library) {
+  library.def(
+      "plan(Tensor starts, Tensor key_lens, int heads, int group, int value_size, int? window, int? chunk) "
+      "-> (Tensor, Tensor, Tensor)");
+  library.def(
+      "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor table, "
+      "Tensor pieces, Tensor merges, Tensor partials, Tensor? sinks, float scale, int? window, int? chunk, "
+      "float? softcap) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(hf_cb, CPU, library) {
+  library.impl("plan", plan);
+  library.impl("attend", attend);
+}
+
+}  // namespace hf_cb

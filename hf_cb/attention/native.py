@@ -1,0 +1,108 @@
+"""Attention for CPUs in C++: one call a layer writes the new keys and values and attends, over blocks read in place.
+
+The kernel (csrc/) takes the query heads of a key head together, tiles of queries against tiles of 64 keys, with a running
+softmax in float32. Tiles and splits lie at fixed positions of a row, and every product is summed in one order, so a row's bits
+depend on nothing but the row: not on its neighbours, the threads, or how its tokens were cut into chunks.
+
+`python -m hf_cb.attention.native` compiles the kernel before its first use.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from hf_cb.attention.extension import BuildError, load
+from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_HEAD_SIZE = 1024  # kMaxHeadSize in csrc/plan.h
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the layers of one spec share in a step; see csrc/plan.h."""
+
+    pieces: torch.Tensor  # [pieces, 9] int32
+    merges: torch.Tensor  # [merges, 4] int32
+    partials: torch.Tensor  # [rows, Dv + 2] float32: room for the results of keys that were split
+
+
+class NativeCPUBackend:
+    """The compiled kernel, for float32, bfloat16 and float16."""
+
+    name = "native_cpu"
+
+    def why_not(self, spec: LayerSpec) -> str | None:
+        """Refuses other devices and dtypes, and machines where the kernel can't be compiled (with a warning, once)."""
+        if spec.device.type != "cpu":
+            return f"runs on a CPU, not on {spec.device.type}"
+        if spec.dtype not in _DTYPES:
+            return f"takes float32, bfloat16 or float16, not {str(spec.dtype).removeprefix('torch.')}"
+        if max(spec.head_size, spec.value_head_size) > _MAX_HEAD_SIZE:
+            return f"takes heads of at most {_MAX_HEAD_SIZE}"
+        try:
+            load()
+        except BuildError as error:
+            if error.is_news():
+                warnings.warn(f"hf_cb runs its slower attention: {error}", RuntimeWarning, stacklevel=2)
+            return str(error)
+        return None
+
+    def plan(self, step: AttentionStep, spec: LayerSpec) -> _Plan:
+        """Cut the step into pieces of work."""
+        load()  # for those who didn't ask why_not
+        group = spec.num_heads // spec.num_kv_heads
+        return _Plan(
+            *torch.ops.hf_cb.plan(
+                step.cu_seqlens_q,
+                step.seq_lens_k,
+                spec.num_kv_heads,
+                group,
+                spec.value_head_size,
+                spec.window,
+                spec.chunk,
+            )
+        )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: LayerKV,
+        spec: LayerSpec,
+        step: AttentionStep,
+        plan: object,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionBackend.attend. Computes in float32."""
+        assert isinstance(plan, _Plan)
+        out: torch.Tensor = torch.ops.hf_cb.attend(
+            q,
+            k,
+            v,
+            kv.k,
+            kv.v,
+            step.slot_mapping,
+            step.block_table,
+            plan.pieces,
+            plan.merges,
+            plan.partials,
+            sinks,
+            spec.scale,
+            spec.window,
+            spec.chunk,
+            spec.softcap,
+        )
+        return out
+
+
+if __name__ == "__main__":
+    try:
+        print(load())
+    except BuildError as failure:
+        sys.exit(str(failure))

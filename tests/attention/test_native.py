@@ -1,0 +1,188 @@
+"""NativeCPUBackend against the oracle, and what it promises about bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from steps import Case, cases, make_case, make_spec, make_step
+
+from hf_cb.attention.cpu import TorchCPUBackend
+from hf_cb.attention.native import NativeCPUBackend
+from hf_cb.attention.reference import ReferenceBackend
+from hf_cb.attention.step import LayerKV
+
+BACKEND, ORACLE = NativeCPUBackend(), ReferenceBackend()
+
+LONG = [(1, 1500), (1, 511), (1, 512), (200, 900), (3, 1100), (1, 0), (600, 0)]  # on both sides of every tile and split
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built() -> None:
+    assert BACKEND.why_not(make_spec()) is None, "these tests need a C++ compiler"
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_like_oracle(case: Case, tolerance: float = 2e-5) -> None:
+    out, expected = case.attend(BACKEND), case.attend(ORACLE)
+    assert out.dtype == case.q.dtype
+    assert out.shape == (len(case.q), case.spec.num_heads, case.spec.value_head_size)
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)  # NaN is close to nothing
+
+
+@settings(max_examples=250, deadline=None)
+@given(cases())
+def test_float32(case: Case) -> None:
+    assert_like_oracle(case)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
+def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
+    @settings(max_examples=75, deadline=None)
+    @given(cases(dtype))
+    def check(case: Case) -> None:
+        assert_like_oracle(case, tolerance)
+
+    check()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"chunk": 640}, {"has_sinks": True, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_that_are_split(options: dict[str, object], dtype: torch.dtype) -> None:
+    case = make_case(make_spec(head_size=32, dtype=dtype, **options), LONG, block_size=16)
+    assert len(BACKEND.plan(case.step, case.spec).merges)
+    assert_like_oracle(case, 2e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(1, 1), (17, 33), (80, 80), (96, 128), (192, 128), (256, 256), (576, 512)])
+def test_head_sizes(size: int, value_size: int) -> None:
+    assert_like_oracle(make_case(make_spec(head_size=size, value_head_size=value_size), [(1, 70), (9, 90), (1, 0)]))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (40, 1), (97, 1), (200, 2)])
+def test_groups_of_heads(heads: tuple[int, int]) -> None:
+    assert_like_oracle(make_case(make_spec(*heads), [(1, 70), (5, 600)]))
+
+
+def test_float32_is_exact_to_its_last_digits() -> None:
+    case = make_case(make_spec(head_size=64), [(1, 500), (130, 1100), (1, 37)])
+    wide = [tensor.double() for tensor in (case.q, case.k, case.v, *case.kv)]
+    double = Case(replace(case.spec, dtype=torch.float64), case.step, *wide[:3], LayerKV(*wide[3:]), None)
+    error = (case.attend(BACKEND).double() - double.attend(TorchCPUBackend())).abs().max()
+    assert error < 1e-6
+
+
+def test_scores_far_apart() -> None:
+    # Each key outweighs all before it by far, and the weights of the lowest are less than the smallest float.
+    case = make_case(make_spec(num_heads=1, num_kv_heads=1, head_size=16, scale=1.0), [(40, 600)])
+    case = replace(case, q=case.q * 60)
+    assert_like_oracle(case, 1e-4)
+
+
+def assert_rows_ignore_neighbours(case: Case) -> None:
+    """Bit for bit: among all, alone, in the opposite order, and beside a first row."""
+    together, slices = case.attend(BACKEND), case.row_slices()
+    rows = range(len(slices))
+    for order in ([[row] for row in rows], [list(reversed(rows))], [[0, row] for row in rows if row]):
+        for chosen in order:
+            other = case.select(chosen)
+            out = other.attend(BACKEND)
+            for row, place in zip(chosen, other.row_slices(), strict=True):
+                assert torch.equal(out[place], together[slices[row]])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from([torch.float32, torch.bfloat16]).flatmap(cases))
+def test_a_row_is_bit_equal_whatever_its_neighbours(case: Case) -> None:
+    assert_rows_ignore_neighbours(case)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 1, "num_heads": 7, "window": 600}], ids=str)
+def test_bit_equality_of_long_rows_among_many(options: dict[str, int]) -> None:
+    rows = LONG + [(1, 11 * i) for i in range(30)]
+    assert_rows_ignore_neighbours(make_case(make_spec(**options), rows, block_size=16))
+
+
+@pytest.mark.usefixtures("threads")
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    case = make_case(make_spec(num_heads=9, num_kv_heads=3, head_size=64), LONG, block_size=16)
+    outs = []
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        outs.append(case.attend(BACKEND))
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_row_is_bit_equal_however_it_is_cut_into_chunks(data: st.DataObject) -> None:
+    """Each query has the same bits in a prompt, in a chunk of it, and alone as if it had been decoded."""
+    length = data.draw(st.integers(2, 150) | st.integers(500, 700))
+    options = data.draw(st.sampled_from([{}, {"window": 70}, {"chunk": 50}, {"has_sinks": True, "softcap": 2.0}]))
+    case = make_case(make_spec(num_heads=6, num_kv_heads=2, **options), [(length, 0)], block_size=data.draw(st.integers(3, 20)))
+    whole = case.attend(BACKEND)
+    table = case.step.block_table.tolist()
+    kv = LayerKV(case.kv.k.clone(), case.kv.v.clone())
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4)))
+    cuts = sorted({0, *cuts, *(cut + 1 for cut in cuts[:1]), length})
+    for start, stop in pairwise(cuts):
+        step = make_step([(stop - start, stop)], table, case.step.block_size)
+        part = slice(start, stop)
+        chunk = replace(case, step=step, q=case.q[part], k=case.k[part], v=case.v[part])
+        assert torch.equal(chunk.attend(BACKEND, kv), whole[part])
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_writes_its_slots_and_no_other(case: Case) -> None:
+    kv = LayerKV(case.kv.k.clone(), case.kv.v.clone())
+    case.attend(BACKEND, kv)
+    for before, after, new in zip(case.kv, kv, (case.k, case.v), strict=True):
+        expected = before.flatten(0, 1).clone()
+        expected[case.step.slot_mapping] = new
+        torch.testing.assert_close(after.flatten(0, 1), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_keys_out_of_sight_are_not_read() -> None:
+    for options in ({"window": 20}, {"chunk": 32}):
+        case = make_case(make_spec(**options), [(1, 900), (5, 905)], block_size=4)
+        expected = case.attend(BACKEND)
+        kv = LayerKV(case.kv.k.clone(), case.kv.v.clone())
+        for table in case.step.block_table[:, :200]:  # positions before 800
+            kv.k[table], kv.v[table] = torch.nan, torch.nan
+        assert torch.equal(case.attend(BACKEND, kv), expected)
+
+
+def test_one_plan_serves_every_layer() -> None:
+    spec = make_spec(window=600)
+    layers = [make_case(spec, LONG, seed=seed) for seed in (1, 2)]
+    second = replace(layers[1], step=layers[0].step, kv=layers[0].kv)
+    expected = [case.attend(BACKEND) for case in (layers[0], second)]
+    plan = BACKEND.plan(layers[0].step, spec)
+    for case, alone in zip((layers[0], second), expected, strict=True):
+        kv = LayerKV(case.kv.k.clone(), case.kv.v.clone())
+        assert torch.equal(BACKEND.attend(case.q, case.k, case.v, kv, spec, case.step, plan), alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"device": torch.device("meta")}, "runs on a CPU, not on meta"),
+        ({"dtype": torch.float64}, "takes float32, bfloat16 or float16, not float64"),
+        ({"head_size": 1025}, "takes heads of at most 1024"),
+    ],
+    ids=str,
+)
+def test_what_it_refuses(options: dict[str, object], reason: str) -> None:
+    assert BACKEND.why_not(make_spec(**options)) == reason
