@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,14 @@ from benchmarks.subject import Subject
 from benchmarks.workload import Workload
 
 NAMES: tuple[str, ...] = (*peers.PEERS, *external.DRIVERS)
+
+
+def names(text: str) -> list[str]:
+    """The peers of a comma-separated argument; ArgumentTypeError for one that there isn't."""
+    chosen = text.split(",")
+    if unknown := set(chosen) - set(NAMES):
+        raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    return chosen
 
 
 class Lineup:

@@ -44,7 +44,8 @@ class Usage:
 def usage(*pids: int) -> Iterator[Usage]:
     """Watches memory and the other programs while the body runs.
 
-    `pids`: processes that work for this one. They don't count as others, and the memory is theirs instead of this one's. 20 samples a second: the kernel's own peak never falls.
+    `pids`: processes that work for this one. They don't count as others, and the memory is theirs instead of this one's.
+    20 samples a second: the kernel's own peak never falls.
     """
 
     def held() -> int:

@@ -26,7 +26,7 @@ _PROMPT = 512
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a model's steps take at least. A dense model: every linear layer sees every token, the last one only sampled ones."""
+    """What a model's steps take at least. Dense models: every layer sees every token, the output layer the last."""
 
     layer_weights: int  # elements of the linear layers below the output layer
     output_weights: int

@@ -123,7 +123,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--dtypes", type=_dtypes, default=["bfloat16", "float32"], metavar="A,B")
     parser.add_argument(
-        "--peers", type=_peers, default=list(_DEFAULT_PEERS), metavar="A,B", help=f"of {', '.join(lineup.NAMES)}"
+        "--peers", type=lineup.names, default=list(_DEFAULT_PEERS), metavar="A,B", help=f"of {', '.join(lineup.NAMES)}"
     )
     parser.add_argument(
         "--subset", type=_subset, default={"locked": 8}, metavar="PEER=N,...", help="measure a slow peer on N requests"
@@ -139,25 +139,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _names(text: str, known: Sequence[str]) -> list[str]:
-    names = text.split(",")
-    if unknown := set(names) - set(known):
-        raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return names
-
-
 def _dtypes(text: str) -> list[str]:
-    return _names(text, ["bfloat16", "float32", "float16"])
-
-
-def _peers(text: str) -> list[str]:
-    return _names(text, list(lineup.NAMES))
+    known = ["bfloat16", "float32", "float16"]
+    if unknown := set(dtypes := text.split(",")) - set(known):
+        raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return dtypes
 
 
 def _subset(text: str) -> dict[str, int]:
     pairs = dict(part.split("=") for part in text.split(",") if part)
-    _names(",".join(pairs), list(lineup.NAMES)) if pairs else None
-    return {name: int(number) for name, number in pairs.items()}
+    return {name: int(number) for name, number in pairs.items() if lineup.names(name)}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import numpy
 import serving
 
 _PRECISIONS = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
@@ -44,8 +45,6 @@ class Engine:
         config.max_new_tokens = output_length
         config.do_sample = False
         config.ignore_eos = True
-        import numpy
-
         tensor = self._openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))
         self._handles[index] = self._pipeline.add_request(index, tensor, config)
 
@@ -87,7 +86,7 @@ def _export_tokenizer(model, folder):
     from transformers import AutoTokenizer
 
     pair = convert_tokenizer(AutoTokenizer.from_pretrained(model), with_detokenizer=True)
-    for converted, name in zip(pair, ("openvino_tokenizer.xml", "openvino_detokenizer.xml")):
+    for converted, name in zip(pair, ("openvino_tokenizer.xml", "openvino_detokenizer.xml"), strict=True):
         openvino.save_model(converted, folder / name)
 
 

@@ -1,4 +1,4 @@
-"""Serve workloads that come on standard input with an engine that goes step by step; results go to standard output, as JSON lines.
+"""Serve workloads from standard input with an engine that goes step by step; results go to standard output, as JSON lines.
 
 It runs under the interpreter of a peer's own environment, so it imports nothing of this project. What comes in and goes out:
 
