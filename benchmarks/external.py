@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ class ExternalPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.stdin.close()  # the driver's loop ends
+        with suppress(BrokenPipeError):  # what was not sent to one that has died
+            self._process.stdin.close()  # the driver's loop ends
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -90,8 +92,9 @@ class ExternalPeer:
     def run(self, workload: Workload, progress: Callable[[int], object], concurrency: int) -> Outcome:
         """As the peers of `peers.PEERS`; the wall time is the driver's own, from the first sending to the last token."""
         requests = [asdict(item) for item in workload.items]
-        self._process.stdin.write(json.dumps({"requests": requests, "concurrency": concurrency}) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # reading tells why
+            self._process.stdin.write(json.dumps({"requests": requests, "concurrency": concurrency}) + "\n")
+            self._process.stdin.flush()
         while "rows" not in (message := self._read()):
             progress(message["progress"])
         items = {item.index: item for item in workload.items}
