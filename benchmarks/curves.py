@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from benchmarks import lineup, machine, pictures, report, shapes, subject
 from benchmarks.lineup import Lineup
 from benchmarks.workload import Workload
@@ -74,6 +76,8 @@ def _point(line: Lineup, plan: Plan, title: str, repeats: int) -> dict[str, repo
             outcome, usage = line.run(name, workload, clients, f"{title}, {number + 1}/{repeats} {name}")
             figures[name] = report.figures(outcome, workload, usage)
         rounds.append(figures)
+    if spoilt := report.disturbed(rounds):
+        tqdm.write(f"{title} DISTURBED by other programs, don't compare: round and peer {', '.join(spoilt)}")
     return report.medians(rounds)
 
 
