@@ -25,16 +25,22 @@ _STOP_SECONDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """`script` under the interpreter of `environment`; `settings` go to it beside those that all have."""
+    """`script` under the interpreter of `environment`; `settings` go to it beside those that all have.
+
+    `preload`: a library in the environment that its process starts with, where it is there.
+    """
 
     environment: str
     script: Path
     settings: Mapping[str, Any]
+    preload: str = ""
 
+
+_OPENMP = "lib/libiomp5.so"  # vLLM's manual: preload it "for best performance"; its wheel brings it
 
 DRIVERS: Mapping[str, Driver] = {
-    "vllm": Driver("vllm", _DRIVERS / "run_vllm.py", {"compile": True}),
-    "vllm_eager": Driver("vllm", _DRIVERS / "run_vllm.py", {"compile": False}),
+    "vllm": Driver("vllm", _DRIVERS / "run_vllm.py", {"compile": True}, _OPENMP),
+    "vllm_eager": Driver("vllm", _DRIVERS / "run_vllm.py", {"compile": False}, _OPENMP),
     "openvino": Driver("openvino", _DRIVERS / "run_openvino.py", {}),
 }
 
@@ -55,19 +61,20 @@ class ExternalPeer:
         }
         python = peer_environments.python(driver.environment)
         self._command = [str(python), str(driver.script), json.dumps(settings)]
-        self._threads = threads
+        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self._environment.pop("PYTHONPATH", None)  # it is this environment's
+        if driver.preload and (library := peer_environments.folder(driver.environment) / driver.preload).is_file():
+            self._environment["LD_PRELOAD"] = str(library)
 
     def __enter__(self) -> ExternalPeer:
         self._log = tempfile.TemporaryFile("w+", errors="replace")
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
-        environment.pop("PYTHONPATH", None)  # it is this environment's
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=environment,
+            env=self._environment,
             start_new_session=True,  # so that what the engine starts can be ended with it
         )
         self.pid = self._process.pid
