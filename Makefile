@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize bench clean
+.PHONY: help demo test sanitize bench peers clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ sanitize: $(VENV)/.dev ## the attention kernel's tests under the address and und
 
 bench: $(VENV)/.demo ## throughput against other ways to run the same model (MODEL=id or folder, ARGS=more options)
 	$(BIN)/python -m benchmarks.throughput $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+peers: $(VENV)/.demo ## vLLM for CPUs and OpenVINO GenAI for the benchmark, each in an environment of its own (3 GB)
+	$(BIN)/python -m benchmarks.peer_environments vllm openvino
 
 clean: ## remove the environment and all that was built
 	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

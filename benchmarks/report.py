@@ -17,12 +17,20 @@ QUIET_CORES = 0.1
 """More than this, taken by other programs, and a run counts as disturbed: torch's threads wait for each other at every op, so
 that one lost core of two makes a step about five times slower, for whichever peer it hits."""
 
+BASES = {
+    "locked": "x locked",
+    "static": "x static",
+    "generate_batch": "x gen_batch",
+    "vllm": "x vllm",
+    "openvino": "x openvino",
+}
+"""The peers that ratios are taken to, and the columns' headings."""
+
 # key, heading, factor from the stored unit to the printed one, format
 _COLUMNS = (
     ("output_tokens_per_second", "out tok/s", 1, ".1f"),
     ("total_tokens_per_second", "all tok/s", 1, ".1f"),
-    ("ratio_to_locked", "x locked", 1, ".2f"),
-    ("ratio_to_generate_batch", "x gen_batch", 1, ".2f"),
+    *((f"ratio_to_{name}", heading, 1, ".2f") for name, heading in BASES.items()),
     ("ttft_p50", "TTFT p50 s", 1, ".2f"),
     ("ttft_p99", "p99 s", 1, ".2f"),
     ("inter_token_p50", "ITL p50 ms", 1e3, ".0f"),
@@ -93,11 +101,12 @@ def equal_requests(ours: Outcome, theirs: Outcome) -> tuple[int, int]:
 
 
 def table(results: Mapping[str, Figures], num_requests: int) -> str:
-    """The peers, one a line. A star: measured on a subset and extrapolated."""
-    lines = [["peer", *(heading for _, heading, _, _ in _COLUMNS)]]
+    """The peers, one a line, without the columns that none has. A star: measured on a subset and extrapolated."""
+    columns = [column for column in _COLUMNS if any(values[column[0]] is not None for values in results.values())]
+    lines = [["peer", *(heading for _, heading, _, _ in columns)]]
     for peer, values in results.items():
         star = "*" if (values["measured_requests"] or 0) < num_requests else ""
-        lines.append([peer + star, *(_cell(values[key], factor, form) for key, _, factor, form in _COLUMNS)])
+        lines.append([peer + star, *(_cell(values[key], factor, form) for key, _, factor, form in columns)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
@@ -117,7 +126,7 @@ def disturbed(rounds: Sequence[Mapping[str, Figures]]) -> list[str]:
 
 def _with_ratios(round_: Mapping[str, Figures], peer: str) -> Figures:
     run = dict(round_[peer])
-    for base in ("locked", "generate_batch"):
+    for base in BASES:
         mine, theirs = run["output_tokens_per_second"], round_.get(base, {}).get("output_tokens_per_second")
         run[f"ratio_to_{base}"] = mine / theirs if mine and theirs else None
     return run

@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm import tqdm
-
-from benchmarks import alone, machine, peers, profiling, report, scheduler
+from benchmarks import alone, lineup, machine, profiling, report, roofline, scheduler, shapes, subject
+from benchmarks.lineup import Lineup
 from benchmarks.outcome import Outcome
-from benchmarks.workload import Workload, text_source
-from demo.packaged_model import load
+from benchmarks.subject import Subject
+from benchmarks.workload import Workload
 
-_BASES = ("locked", "static", "generate_batch")
+_DEFAULT_PEERS = ("locked", "static", "generate_batch", "hf_cb")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,18 +29,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {"machine": machine.describe(), "arguments": vars(args), "dtypes": {}}
     print(_machine_line(result["machine"]))
     for dtype in args.dtypes:
-        model, tokenizer = load(args.model, dtype=getattr(torch, dtype))
-        peers.ignore_end_of_sequence(model)
-        source = text_source(tokenizer)
-        workload = Workload.make(source, args.requests, seed=args.seed, scale=args.scale, rate=args.rate)
+        measured = subject.load(args.model, args.shape, dtype)
+        workload = Workload.make(measured.source, args.requests, seed=args.seed, scale=args.scale, rate=args.rate)
         if args.profile:
-            part = {"profile": profiling.run(model, workload, args.concurrency or args.requests, **args.engine)}
+            part = {"profile": profiling.run(measured.model, workload, args.concurrency or args.requests, **args.engine)}
         else:
-            part = _compare(model, workload, args)
-            part["alone"] = alone.measure(model, source, args.repeats, args.scale, **args.engine)
+            part = _compare(measured, workload, args)
         result["dtypes"][dtype] = part
         print(f"\n{dtype}: {_render(part, workload)}")
-        del model
+        del measured
         gc.collect()
     if not args.profile:
         result["scheduler"] = scheduler.measure()
@@ -51,21 +46,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
 
 
-def _compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of all peers, one after the other; before them a short warm-up of each."""
+def _compare(measured: Subject, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of all peers, one after the other, after a short warm-up of each; then one request alone, and the roofline."""
     plans = {name: workload.subset(args.subset.get(name, len(workload.items))) for name in args.peers}
-    for name in tqdm(args.peers, desc="warm-up", unit="peer", leave=False):
-        _run(model, name, workload.warmup(), args, tqdm(disable=True))
     rounds, last = [], {}
-    for number in range(args.repeats):
-        figures = {}
-        for name, plan in plans.items():
-            gc.collect()  # the memory of the peer before is not this one's
-            title = f"{number + 1}/{args.repeats} {name}"
-            with tqdm(total=plan.output_tokens, desc=title, unit="tok", leave=False) as bar, machine.usage() as usage:
-                last[name] = _run(model, name, plan, args, bar)
-            figures[name] = report.figures(last[name], workload, usage)
-        rounds.append(figures)
+    with Lineup(measured, args.peers, args.engine) as line:
+        line.warm_up(workload)
+        for number in range(args.repeats):
+            figures = {}
+            for name, plan in plans.items():
+                last[name], usage = line.run(name, plan, args.concurrency, f"{number + 1}/{args.repeats} {name}")
+                figures[name] = report.figures(last[name], workload, usage)
+            rounds.append(figures)
+        single = alone.measure(measured.model, measured.source, args.repeats, args.scale, line.externals, **args.engine)
     return {
         "workload": {
             "requests": len(workload.items),
@@ -76,19 +69,16 @@ def _compare(model: Any, workload: Workload, args: argparse.Namespace) -> dict[s
         "rounds": rounds,
         "disturbed": report.disturbed(rounds),
         "notes": {name: outcome.notes for name, outcome in last.items() if outcome.notes},
-        "equal_requests": _equal(last) if model.dtype == torch.float32 else None,
+        "equal_requests": _equal(last) if measured.dtype == "float32" else None,
+        "alone": single,
+        "roofline": roofline.measure(measured.model, measured.source, args.scale, **args.engine),
     }
-
-
-def _run(model: Any, name: str, workload: Workload, args: argparse.Namespace, bar: tqdm) -> Outcome:
-    options = args.engine if name.startswith("hf_cb") else {}
-    return peers.PEERS[name](model, workload, bar.update, args.concurrency or len(workload.items), **options).check(workload)
 
 
 def _equal(last: dict[str, Outcome]) -> dict[str, tuple[int, int]]:
     """Requests with the same tokens; in float32 alone, where the promise is made."""
     ours = [name for name in last if name.startswith("hf_cb")]
-    return {f"{a} = {b}": report.equal_requests(last[a], last[b]) for a in ours for b in _BASES if b in last}
+    return {f"{a} = {b}": report.equal_requests(last[a], last[b]) for a in ours for b in last if b not in ours}
 
 
 def _render(part: dict[str, Any], workload: Workload) -> str:
@@ -107,12 +97,14 @@ def _render(part: dict[str, Any], workload: Workload) -> str:
     lines += [f"{name}: {note}" for name, note in part["notes"].items()]
     for pair, (equal, both) in (part["equal_requests"] or {}).items():
         lines.append(f"same tokens, {pair}: {equal} of {both} requests")
+    rates = ", ".join(f"{name} {rate:.1f}" for name, rate in single["tokens_per_second"].items())
+    ratios = ", ".join(f"x {name} {ratio:.2f}" for name, ratio in single["ratios"].items() if name != "hf_cb")
     lines.append(
-        f"one request alone ({single['prompt_tokens']} in, {single['new_tokens']} out): plain generate "
-        f"{single['plain_tokens_per_second']:.1f} tok/s, hf_cb {single['hf_cb_tokens_per_second']:.1f} tok/s, "
-        f"x {single['ratio']:.2f}, same tokens: {single['same_tokens']}"
+        f"one request alone ({single['prompt_tokens']} in, {single['new_tokens']} out), tok/s: {rates}; hf_cb is {ratios}; "
+        f"same tokens as plain: {single['same_tokens']}"
         + (" (DISTURBED)" if (single["other_cores"] or 0) > report.QUIET_CORES else "")
     )
+    lines.append(roofline.render(part["roofline"]))
     return "\n".join(lines)
 
 
@@ -127,9 +119,12 @@ def _short(value: Any) -> str:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="an id or a folder; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--shape", choices=list(shapes.SHAPES), help="a model of this form with random weights instead")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--dtypes", type=_dtypes, default=["bfloat16", "float32"], metavar="A,B")
-    parser.add_argument("--peers", type=_peers, default=[*_BASES, "hf_cb"], metavar="A,B", help=f"of {', '.join(peers.PEERS)}")
+    parser.add_argument(
+        "--peers", type=lineup.names, default=list(_DEFAULT_PEERS), metavar="A,B", help=f"of {', '.join(lineup.NAMES)}"
+    )
     parser.add_argument(
         "--subset", type=_subset, default={"locked": 8}, metavar="PEER=N,...", help="measure a slow peer on N requests"
     )
@@ -144,25 +139,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _names(text: str, known: Sequence[str]) -> list[str]:
-    names = text.split(",")
-    if unknown := set(names) - set(known):
-        raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return names
-
-
 def _dtypes(text: str) -> list[str]:
-    return _names(text, ["bfloat16", "float32", "float16"])
-
-
-def _peers(text: str) -> list[str]:
-    return _names(text, list(peers.PEERS))
+    known = ["bfloat16", "float32", "float16"]
+    if unknown := set(dtypes := text.split(",")) - set(known):
+        raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return dtypes
 
 
 def _subset(text: str) -> dict[str, int]:
     pairs = dict(part.split("=") for part in text.split(",") if part)
-    _names(",".join(pairs), list(peers.PEERS)) if pairs else None
-    return {name: int(number) for name, number in pairs.items()}
+    return {name: int(number) for name, number in pairs.items() if lineup.names(name)}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def prepare(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     `cache_dir`: where the folder lies; by default $HF_CB_CACHE, else `hf_cb` in the user's cache.
     Raises ModuleNotFoundError, which says what to install, without the wheel, gguf or accelerate.
     """
-    folder = _cache_root(cache_dir) / NAME
+    folder = cache_root(cache_dir) / NAME
     if folder.exists():  # it came there by a rename, so it is whole
         return folder
     gguf = _find_gguf()
@@ -49,7 +49,8 @@ def load(model: str | os.PathLike[str] | None = None, dtype: torch.dtype = torch
     return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval(), tokenizer
 
 
-def _cache_root(cache_dir: str | os.PathLike[str] | None) -> Path:
+def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """`cache_dir` if given, else $HF_CB_CACHE, else `hf_cb` in the user's cache."""
     if cache_dir is not None:
         return Path(cache_dir)
     if own := os.environ.get("HF_CB_CACHE"):

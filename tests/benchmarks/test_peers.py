@@ -128,5 +128,5 @@ def test_one_request_alone_gives_the_same_tokens(model):
     result = alone.measure(model, range(1, 30), repeats=1, scale=0.1)
     assert result["same_tokens"]
     assert (result["prompt_tokens"], result["new_tokens"]) == (13, 6)
-    assert result["plain_tokens_per_second"] > 0
-    assert result["ratio"] == pytest.approx(result["hf_cb_tokens_per_second"] / result["plain_tokens_per_second"])
+    rates = result["tokens_per_second"]
+    assert result["ratios"] == pytest.approx({"plain": rates["hf_cb"] / rates["plain"], "hf_cb": 1})

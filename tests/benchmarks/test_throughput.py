@@ -9,6 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import throughput
+from benchmarks.peers import ignore_end_of_sequence
+from benchmarks.subject import Subject
+from benchmarks.workload import text_source
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -23,7 +26,7 @@ def tokenizer(text: str, **_: object) -> dict[str, list[int]]:
 def command(monkeypatch, tmp_path):
     """Runs the command; returns what it wrote as JSON."""
 
-    def load(_model: object, dtype: torch.dtype) -> tuple[LlamaForCausalLM, object]:
+    def load(_model: object, _shape: object, dtype: str) -> Subject:
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=VOCAB,
@@ -33,11 +36,14 @@ def command(monkeypatch, tmp_path):
             num_attention_heads=4,
             num_key_value_heads=2,
             initializer_range=0.35,
+            eos_token_id=None,
             pad_token_id=0,
         )
-        return LlamaForCausalLM(config).to(dtype).eval(), tokenizer
+        model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+        ignore_end_of_sequence(model)
+        return Subject(model, "nowhere", text_source(tokenizer))
 
-    monkeypatch.setattr(throughput, "load", load)
+    monkeypatch.setattr(throughput.subject, "load", load)
     monkeypatch.setattr(throughput.scheduler, "measure", lambda: {"schedule_us": 12.345678})
 
     def run(*arguments: str) -> dict:
@@ -62,6 +68,9 @@ def test_all_peers_are_compared(command, capsys):
     assert "locked*" in printed
     assert "same tokens, hf_cb = static: 4 of 4 requests" in printed
     assert "scheduler alone: schedule_us 12.35" in printed
+    assert part["roofline"]["limits"]["read"] > 0
+    assert set(part["roofline"]["decode"]) == {"1", "8", "48"}
+    assert "of the matrix peak" in printed
 
 
 def test_a_profile_says_where_the_time_goes(command, capsys):
@@ -71,7 +80,7 @@ def test_a_profile_says_where_the_time_goes(command, capsys):
     assert "outside the model" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [("--peers", "vllm"), ("--dtypes", "int8"), ("--subset", "nobody=3")])
+@pytest.mark.parametrize("arguments", [("--peers", "nobody"), ("--dtypes", "int8"), ("--subset", "nobody=3")])
 def test_an_unknown_name_is_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         throughput.main(arguments)
