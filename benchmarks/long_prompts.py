@@ -7,6 +7,7 @@ the streams while the prompts come in, and the throughput.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -43,7 +44,7 @@ def run(model: Any, args: argparse.Namespace, **options: Any) -> dict[str, float
         for reader in readers:
             reader.join()
         seconds = time.perf_counter() - began
-    gaps = [b - a for ts in times for a, b in zip(ts, ts[1:], strict=False) if dropped <= b <= done]
+    gaps = [b - a for ts in times for a, b in itertools.pairwise(ts) if dropped <= b <= done]
     tokens = args.streams * (16 + args.stream_tokens) + args.prompts * (args.prompt_tokens + 4)
     return {
         "itl_ms_median": 1e3 * statistics.median(gaps),
