@@ -41,6 +41,8 @@ class StepResult:
 
     tokens: dict[int, int]  # request id -> sampled token id
     errors: dict[int, BaseException] = field(default_factory=dict)  # request id -> why that row has no token
+    stopped: frozenset[int] = frozenset()  # request ids that end with their token, by rules of their own
+    notes: dict[int, object] = field(default_factory=dict)  # request id -> what goes to its caller with the token
 
 
 class Emission(NamedTuple):
@@ -50,3 +52,4 @@ class Emission(NamedTuple):
     token: int | None
     finish_reason: FinishReason | None
     error: BaseException | None = None
+    note: object = None

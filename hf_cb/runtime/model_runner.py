@@ -48,7 +48,8 @@ class ModelRunner:
             sampled = sample(logits, [self._rows[request_id] for request_id in batch.sampling_ids])
         errors = {batch.sampling_ids[i]: error for i, error in sampled.errors.items()}
         tokens = dict(zip(batch.sampling_ids, sampled.tokens, strict=True))
-        return StepResult({key: token for key, token in tokens.items() if key not in errors}, dict(errors))
+        stopped = frozenset(batch.sampling_ids[i] for i in sampled.stopped)
+        return StepResult({key: token for key, token in tokens.items() if key not in errors}, dict(errors), stopped)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Logits [n, vocab] of the rows that sample; writes every row's keys and values."""

@@ -139,11 +139,11 @@ def test_without_a_seed_a_call_draws_once_whatever_its_length(duo: seam.Duo) -> 
 def test_a_native_call_with_a_seed_leaves_the_global_generator_alone(duo: seam.Duo) -> None:
     prompt = seam.prompts(6)[0][None]
     before = torch.get_rng_state()
-    call = {"do_sample": True, "temperature": 3.0, "repetition_penalty": 1.2, "max_new_tokens": NEW}
-    first = duo.same(prompt, seed=9, native="RepetitionPenalty", **call)
+    call = {"do_sample": True, "temperature": 3.0, "guidance_scale": 1.2, "max_new_tokens": NEW}
+    first = duo.same(prompt, seed=9, native="Guidance", **call)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(duo.same(prompt, seed=9, native="RepetitionPenalty", **call), first)
-    assert not torch.equal(duo.same(prompt, seed=10, native="RepetitionPenalty", **call), first)
+    assert torch.equal(duo.same(prompt, seed=9, native="Guidance", **call), first)
+    assert not torch.equal(duo.same(prompt, seed=10, native="Guidance", **call), first)
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 1.5, True, "7"])
@@ -159,11 +159,11 @@ def test_warpers_passed_by_the_caller(duo: seam.Duo) -> None:
     usual = LogitsProcessorList([TemperatureLogitsWarper(3.0), TopKLogitsWarper(5)])
     duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=usual, max_new_tokens=NEW)
     unusual = LogitsProcessorList([TopPLogitsWarper(0.6), TemperatureLogitsWarper(3.0)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=unusual, max_new_tokens=NEW, native="order")
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=unusual, max_new_tokens=NEW)
     twice = LogitsProcessorList([TemperatureLogitsWarper(3.0), TemperatureLogitsWarper(2.0)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=twice, max_new_tokens=NEW, native="two")
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=twice, max_new_tokens=NEW)
     other_filter = LogitsProcessorList([TopKLogitsWarper(5, filter_value=-1.0)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=other_filter, max_new_tokens=NEW, native="TopK")
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=other_filter, max_new_tokens=NEW)
 
 
 # -- the distribution -----------------------------------------------------------------------------------------------------
