@@ -36,6 +36,7 @@ from hf_cb.errors import (
 from hf_cb.handle import GenerationHandle, GenerationResult
 from hf_cb.request import FinishReason
 from hf_cb.stats import EngineStats, StepRecord
+from hf_cb.text import stream_text
 
 __all__ = [
     "AlreadyInstalledError",
@@ -64,6 +65,7 @@ __all__ = [
     "get_engine",
     "install",
     "register_backend",
+    "stream_text",
     "uninstall",
 ]
 

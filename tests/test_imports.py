@@ -26,11 +26,12 @@ ALLOWED: dict[str, set[str]] = {
     "stats": {"request"},
     "options": {"errors", "request"},
     "handle": {"errors", "request"},
+    "text": {"handle"},
     "worker": {"errors", "request", "core.output", "core.scheduler", "runtime", "handle", "stats"},
     "engine": {"errors", "config", "request", "runtime", "handle", "stats", "options", "worker"},
     "hf": {"errors", "config", "request", "core", "attention", "runtime", "handle", "options", "worker", "engine"},
     "backend": {"errors", "config", "engine", "options", "runtime", "hf"},
-    "__init__": {"errors", "config", "request", "stats", "handle", "engine", "backend"},
+    "__init__": {"errors", "config", "request", "stats", "handle", "text", "engine", "backend"},
 }
 OUTSIDE = {"core": {"torch", "numpy", "transformers"}, "attention": {"transformers"}, "runtime": {"transformers"}}
 

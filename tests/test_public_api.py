@@ -38,6 +38,7 @@ NAMES = [
     "get_engine",
     "install",
     "register_backend",
+    "stream_text",
     "uninstall",
 ]
 
