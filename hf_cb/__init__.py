@@ -34,7 +34,7 @@ from hf_cb.errors import (
     UnsupportedModelError,
 )
 from hf_cb.handle import GenerationHandle, GenerationResult
-from hf_cb.request import FinishReason
+from hf_cb.request import FinishReason, TokenLogprobs
 from hf_cb.stats import EngineStats, StepRecord
 from hf_cb.text import stream_text
 
@@ -59,6 +59,7 @@ __all__ = [
     "RequestTooLongError",
     "SerializedBackend",
     "StepRecord",
+    "TokenLogprobs",
     "UnsupportedCallError",
     "UnsupportedModelError",
     "continuous_batching",

@@ -28,7 +28,7 @@ class Defaults:
 _DEFAULT_NEW_TOKENS = 20
 _TOKENS = ("suppress_tokens", "begin_suppress_tokens")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens", *_TOKENS)
-OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", "timeout")
+OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", "timeout", "logprobs", "prompt_logprobs")
 
 
 def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults, draw_seed: Callable[[], int]) -> Request:
@@ -59,7 +59,18 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
         eos_token_ids=_ids("eos_token_id", options["eos_token_id"]) if "eos_token_id" in options else defaults.eos_token_ids,
         sampling=_sampling(options, defaults.sampling, draw_seed),
         deadline=None if timeout is None else time.monotonic() + timeout,
+        logprobs=_count("logprobs", options),
+        prompt_logprobs=_count("prompt_logprobs", options),
     )
+
+
+def _count(name: str, options: Mapping[str, Any]) -> int | None:
+    count = options.get(name)
+    if count is not None and (not _is_int(count) or count < 0):
+        raise InvalidArgumentError(
+            f"{name}: takes how many of the most probable tokens to report, an integer >= 0; got {count!r}"
+        )
+    return None if count is None else int(count)
 
 
 def token_ids(input_ids: Any) -> tuple[int, ...]:

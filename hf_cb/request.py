@@ -72,6 +72,14 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenNote:
+    """What a request's caller gets with one token; `prompt_logprobs` with the first token alone."""
+
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One row of one call: the prompt, where to stop, how to choose tokens.
 

@@ -297,7 +297,7 @@ class Worker:
     def _hand_over(self, emissions: Sequence[Emission]) -> None:
         for emission in emissions:
             if emission.token is not None:
-                self._queues[emission.request_id].put(emission.token)
+                self._queues[emission.request_id].put(emission.token, emission.note)
             if emission.finish_reason is not None:
                 error = None
                 if emission.finish_reason is FinishReason.FAILED:

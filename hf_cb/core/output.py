@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hf_cb.request import FinishReason
+from hf_cb.request import FinishReason, TokenNote
 
 
 class ScheduledRow(NamedTuple):
@@ -42,7 +42,7 @@ class StepResult:
     tokens: dict[int, int]  # request id -> sampled token id
     errors: dict[int, BaseException] = field(default_factory=dict)  # request id -> why that row has no token
     stopped: frozenset[int] = frozenset()  # request ids that end with their token, by rules of their own
-    notes: dict[int, object] = field(default_factory=dict)  # request id -> what goes to its caller with the token
+    notes: dict[int, TokenNote] = field(default_factory=dict)  # request id -> what goes to its caller with the token
 
 
 class Emission(NamedTuple):
@@ -52,4 +52,4 @@ class Emission(NamedTuple):
     token: int | None
     finish_reason: FinishReason | None
     error: BaseException | None = None
-    note: object = None
+    note: TokenNote | None = None

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_cb.request import Request, RowRules, SamplingParams
+from hf_cb.request import Request, RowRules, SamplingParams, TokenLogprobs
+from hf_cb.runtime.logprobs import token_logprobs
 from hf_cb.runtime.warpers import SeenTokens, forbid, penalise_repetition, warp
 
 
@@ -23,6 +24,7 @@ class RowState:
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
     rules: RowRules | None = field(default=None, repr=False)
+    logprobs: int | None = None  # how many of the most probable tokens to report
     num_sampled: int = 0
     generator: torch.Generator | None = field(default=None, repr=False)
     seen: SeenTokens | None = field(default=None, repr=False)
@@ -33,7 +35,7 @@ class RowState:
         params = request.sampling
         generator = torch.Generator(device).manual_seed(params.seed) if params.do_sample else None
         seen = SeenTokens(request.prompt) if params.repetition_penalty != 1.0 else None
-        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, 0, generator, seen)
+        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, request.logprobs, 0, generator, seen)
 
     def forbidden(self) -> list[int]:
         """The ids that cannot come now, whatever the model says."""
@@ -62,6 +64,7 @@ class Sampled:
     tokens: list[int]
     errors: dict[int, Exception]  # index of the row -> error; its entry in `tokens` means nothing
     stopped: frozenset[int] = frozenset()  # indices of the rows that end here by their own rules
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index of a row that asked for it -> its token's
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
@@ -86,7 +89,15 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
                 stopped.add(i)
         except Exception as error:
             errors[i] = error
-    return Sampled(tokens, errors, frozenset(stopped))
+    return Sampled(tokens, errors, frozenset(stopped), _logprobs(logits, rows, tokens))
+
+
+def _logprobs(logits: torch.Tensor, rows: Sequence[RowState], tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
+    asking = {i: row.logprobs for i, row in enumerate(rows) if row.logprobs is not None}
+    if not asking:
+        return {}
+    found = token_logprobs(logits[list(asking)], [tokens[i] for i in asking], list(asking.values()))
+    return dict(zip(asking, found, strict=True))
 
 
 def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, Exception]) -> torch.Tensor:

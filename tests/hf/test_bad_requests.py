@@ -38,6 +38,7 @@ SUBMIT_OPTIONS: list[tuple[str, Any]] = [
     *(("temperature", value) for value in (0, -1.0, "hot", float("nan"), float("inf"), 10**400, True)),
     *(("top_k", value) for value in (-1, 2.5, "5", True)),
     *(("top_p", value) for value in (-0.1, 1.1, "5", float("nan"), True)),
+    *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, 2.5, "5", True)),
     *(("min_p", value) for value in (-0.1, 1.1, "5", float("nan"), True)),
     *(("repetition_penalty", value) for value in (0, -1.0, "5", float("nan"), float("inf"), True)),
     *(("suppress_tokens", value) for value in (-1, 2.5, "5", [3, -1], True)),
