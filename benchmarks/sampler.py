@@ -35,10 +35,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def logits_like_a_language_models(generator: torch.Generator) -> torch.Tensor:
-    """[ROWS, VOCAB]: ranks by Zipf's law, shuffled, with noise."""
-    fall = -1.3 * torch.arange(1, VOCAB + 1).log()
-    rows = [fall[torch.randperm(VOCAB, generator=generator)] for _ in range(ROWS)]
-    return torch.stack(rows) + torch.randn(ROWS, VOCAB, generator=generator) * 0.5
+    """[ROWS, VOCAB]: ranks by Zipf's law with exponents from 1.3 to 2.1, shuffled: nuclei of a dozen tokens to thousands."""
+    ranks = torch.arange(1, VOCAB + 1).log()
+    rows = [ranks[torch.randperm(VOCAB, generator=generator)] for _ in range(ROWS)]
+    return -torch.stack(rows) * torch.linspace(1.3, 2.1, ROWS)[torch.randperm(ROWS, generator=generator)][:, None]
 
 
 def rows_of(settings: list[dict[str, Any]]) -> list[RowState]:

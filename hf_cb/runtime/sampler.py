@@ -1,8 +1,8 @@
 """Sampler: from logits to one token per row.
 
-The draw is `torch.multinomial` with the request's own generator: a request with seed s gets the tokens that plain `generate()`
-gives for this row alone after `torch.manual_seed(s)`, whoever else is in the batch. A request's own rules come first, row by
-row; then what its SamplingParams say, for all rows together (`warpers`).
+The draw (`draws`) is `torch.multinomial` with the request's own generator: a request with seed s gets the tokens that plain
+`generate()` gives for this row alone after `torch.manual_seed(s)`, whoever else is in the batch. A request's own rules come
+first, row by row; then what its SamplingParams say, for all rows together (`warpers`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_cb.request import Request, RowRules, SamplingParams, TokenLogprobs
+from hf_cb.runtime.draws import Draws, draws
 from hf_cb.runtime.logprobs import token_logprobs
 from hf_cb.runtime.warpers import SeenTokens, forbid, penalise_repetition, warp
 
@@ -26,16 +27,16 @@ class RowState:
     rules: RowRules | None = field(default=None, repr=False)
     logprobs: int | None = None  # how many of the most probable tokens to report
     num_sampled: int = 0
-    generator: torch.Generator | None = field(default=None, repr=False)
+    draws: Draws | None = field(default=None, repr=False)
     seen: SeenTokens | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, request: Request, device: torch.device) -> RowState:
         """The state of a request that has sampled nothing yet."""
         params = request.sampling
-        generator = torch.Generator(device).manual_seed(params.seed) if params.do_sample else None
+        source = draws(params.seed, device) if params.do_sample else None
         seen = SeenTokens(request.prompt) if params.repetition_penalty != 1.0 else None
-        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, request.logprobs, 0, generator, seen)
+        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, request.logprobs, 0, source, seen)
 
     def forbidden(self) -> list[int]:
         """The ids that cannot come now, whatever the model says."""
@@ -71,13 +72,13 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
     """Choose the next token of each row from logits [n, vocab] (any float dtype; not changed)."""
     errors: dict[int, Exception] = {}
     scores = _process(logits, rows, errors)
-    tokens: list[int] = scores.argmax(dim=-1).tolist()
+    tokens = _best(scores)
     drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors]
     if drawing:
         warped = warp(scores[drawing], [rows[i].params for i in drawing])
         for j, (i, probs) in enumerate(zip(drawing, warped.softmax(dim=-1), strict=True)):
             try:
-                tokens[i] = int(torch.multinomial(probs, 1, generator=rows[i].generator))
+                tokens[i] = _source(rows[i]).draw(probs)
             except RuntimeError as error:  # no probability left, or NaN: this row's logits are at fault, nobody else's
                 errors[i] = error
             if rows[i].rules is not None:
@@ -98,6 +99,17 @@ def _logprobs(logits: torch.Tensor, rows: Sequence[RowState], tokens: Sequence[i
         return {}
     found = token_logprobs(logits[list(asking)], [tokens[i] for i in asking], list(asking.values()))
     return dict(zip(asking, found, strict=True))
+
+
+def _best(scores: torch.Tensor) -> list[int]:
+    """The best token of each row. On a CPU by numpy, which is ten times as fast at it."""
+    best: list[int] = (scores.argmax(dim=-1) if scores.is_cuda else scores.numpy().argmax(axis=-1)).tolist()
+    return best
+
+
+def _source(row: RowState) -> Draws:
+    assert row.draws is not None
+    return row.draws
 
 
 def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, Exception]) -> torch.Tensor:

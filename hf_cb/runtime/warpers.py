@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hf_cb.request import SamplingParams
+from hf_cb.runtime.head import filter_by_head
 
 
 class SeenTokens:
@@ -61,16 +62,18 @@ def _positions(
 
 def warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Temperature, top-k, top-p, min-p of each row of scores [n, vocab], in this order."""
-    for option, is_on, apply in _WARPERS:
-        members = [i for i, p in enumerate(params) if is_on(p)]
+    hot = [p.temperature for p in params]
+    if any(value != 1.0 for value in hot):
+        _temperature(scores, hot)
+    # On a GPU sorting is cheap, and looking whether a row is certain would wait for the device.
+    left = list(range(len(params))) if scores.is_cuda else filter_by_head(scores, params)
+    for option, is_on, apply in _FILTERS:
+        members = [i for i in left if is_on(params[i])]
         if not members:
             continue
         values = [float(getattr(params[i], option)) for i in members]
-        if len(members) == len(params):
-            scores = apply(scores, values)
-        else:
-            index = torch.tensor(members, device=scores.device)
-            scores.index_copy_(0, index, apply(scores.index_select(0, index), values))
+        index = torch.tensor(members, device=scores.device)
+        scores.index_copy_(0, index, apply(scores.index_select(0, index), values))
     return scores
 
 
@@ -108,8 +111,7 @@ def _min_p(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
 
 
 _Apply = Callable[[torch.Tensor, Sequence[float]], torch.Tensor]
-_WARPERS: tuple[tuple[str, Callable[[SamplingParams], bool], _Apply], ...] = (
-    ("temperature", lambda p: p.temperature != 1.0, _temperature),
+_FILTERS: tuple[tuple[str, Callable[[SamplingParams], bool], _Apply], ...] = (
     ("top_k", lambda p: p.top_k != 0, _top_k),
     ("top_p", lambda p: p.top_p < 1.0, _top_p),
     ("min_p", lambda p: p.min_p > 0.0, _min_p),

@@ -116,9 +116,9 @@ def test_a_row_without_probabilities_fails_alone(bad: float) -> None:
     assert sampled.tokens[2] == by_transformers(logits[None, 2], PARAMS[0])[0]
 
 
-def test_a_request_that_does_not_sample_has_no_generator() -> None:
-    assert state(SamplingParams(seed=4)).generator is None
-    assert state(SamplingParams(do_sample=True, seed=4)).generator is not None
+def test_a_request_that_does_not_sample_draws_nothing() -> None:
+    assert state(SamplingParams(seed=4)).draws is None
+    assert state(SamplingParams(do_sample=True, seed=4)).draws is not None
 
 
 def test_prompt_positions_that_were_never_computed() -> None:
