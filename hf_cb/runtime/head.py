@@ -29,8 +29,10 @@ def filter_by_head(scores: torch.Tensor, params: Sequence[SamplingParams]) -> li
             left.append(i)
         elif has_k:
             waiting[next(level for level, length in enumerate(HEADS) if p.top_k < length)].append(i)
-        elif p.top_p < 1.0 or p.min_p > 0.0:
+        elif p.top_p < 1.0:
             waiting[1].append(i)
+        elif p.min_p > 0.0:
+            left.append(i)  # by itself it needs no order
     for level, length in enumerate(HEADS):
         members = waiting[level]
         if not members:

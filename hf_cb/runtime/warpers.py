@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from hf_cb.request import SamplingParams
@@ -19,14 +20,25 @@ class SeenTokens:
     """The distinct token ids of one row so far, in the order of their first coming."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.ids = list(dict.fromkeys(tokens))
-        self._known = set(self.ids)
+        first = list(dict.fromkeys(tokens))
+        self._known = set(first)
+        self._ids = np.array(first, np.int64)
+        self._length = len(first)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[n] int64."""
+        return self._ids[: self._length]
 
     def add(self, token: int) -> None:
         """Note a token of the output."""
-        if token not in self._known:
-            self._known.add(token)
-            self.ids.append(token)
+        if token in self._known:
+            return
+        self._known.add(token)
+        if self._length == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty(max(16, self._length), np.int64)])
+        self._ids[self._length] = token
+        self._length += 1
 
 
 def penalise_repetition(scores: torch.Tensor, rows: Sequence[tuple[int, float, SeenTokens]]) -> None:
@@ -44,20 +56,20 @@ def penalise_repetition(scores: torch.Tensor, rows: Sequence[tuple[int, float, S
 
 def forbid(scores: torch.Tensor, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
     """Take all probability from these tokens: (row of scores, ids); ids outside the vocabulary are never sampled anyway."""
-    at = _positions(tokens, scores.shape[-1], scores.device)
+    at = _positions([(row, np.array(ids)) for row, ids in tokens], scores.shape[-1], scores.device)
     if at is not None:
         scores[at] = -math.inf
 
 
 def _positions(
-    tokens: Sequence[tuple[int, Sequence[int]]], vocab_size: int, device: torch.device
+    tokens: Sequence[tuple[int, np.ndarray]], vocab_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Row and column indices of token ids, those outside the vocabulary left out; None if there are none."""
-    rows = [row for row, ids in tokens for token in ids if 0 <= token < vocab_size]
-    if not rows:
+    inside = [(row, ids[(ids >= 0) & (ids < vocab_size)].astype(np.int64)) for row, ids in tokens]
+    if not any(len(ids) for _, ids in inside):
         return None
-    columns = [token for _, ids in tokens for token in ids if 0 <= token < vocab_size]
-    return torch.tensor(rows, device=device), torch.tensor(columns, device=device)
+    rows = np.repeat([row for row, _ in inside], [len(ids) for _, ids in inside])
+    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate([ids for _, ids in inside])).to(device)
 
 
 def warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -66,7 +78,7 @@ def warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor
     if any(value != 1.0 for value in hot):
         _temperature(scores, hot)
     # On a GPU sorting is cheap, and looking whether a row is certain would wait for the device.
-    left = list(range(len(params))) if scores.is_cuda else filter_by_head(scores, params)
+    left = filter_by_head(scores, params) if scores.device.type == "cpu" else list(range(len(params)))
     for option, is_on, apply in _FILTERS:
         members = [i for i in left if is_on(params[i])]
         if not members:

@@ -81,7 +81,8 @@ def test_most_rows_need_no_sort() -> None:
     """Else it would be right, but slow."""
     settings_ = SamplingParams(do_sample=True)
     params = [
-        replace(settings_, **o) for o in ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9})
+        replace(settings_, **o)
+        for o in ({"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.9, "min_p": 0.1}, {"top_k": 50, "top_p": 0.9})
     ] * 16
     logits = logits_of("peaked", len(params), 6000, 0)
     assert len(filter_by_head(logits, params)) < 4
