@@ -42,7 +42,7 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
     if defaults.unserved:
         raise UnsupportedCallError(
             f"{defaults.unserved[0]}: set in the model's generation_config, and submit has no form of it; "
-            f"model.generate() serves it natively"
+            f"model.generate() serves it"
         )
     prompt = token_ids(input_ids)
     max_new_tokens = options.get("max_new_tokens")
