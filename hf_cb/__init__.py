@@ -35,8 +35,9 @@ from hf_cb.errors import (
     UnsupportedModelError,
 )
 from hf_cb.handle import GenerationHandle, GenerationResult
-from hf_cb.request import FinishReason
+from hf_cb.request import FinishReason, TokenLogprobs
 from hf_cb.stats import EngineStats, StepRecord
+from hf_cb.text import stream_text
 
 __all__ = [
     "AlreadyInstalledError",
@@ -60,12 +61,14 @@ __all__ = [
     "RequestTooLongError",
     "SerializedBackend",
     "StepRecord",
+    "TokenLogprobs",
     "UnsupportedCallError",
     "UnsupportedModelError",
     "continuous_batching",
     "get_engine",
     "install",
     "register_backend",
+    "stream_text",
     "uninstall",
 ]
 

@@ -27,7 +27,8 @@ from hf_cb.errors import (
     UnsupportedModelError,
 )
 from hf_cb.hf.build import build
-from hf_cb.hf.generate import GoNativeError, call_arguments, generate, why_native
+from hf_cb.hf.generate import call_arguments, generate, why_native
+from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.support import UnservableError
 from hf_cb.hf.twin import Fingerprint
 from hf_cb.options import check_seed, make_service
@@ -152,7 +153,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         reason = self.why_not(arguments)
         if reason is None:
             try:
-                return generate(self.engine, self.original, arguments, seed, service)
+                return generate(self.engine, self.model, self.original, arguments, seed, service)
             except (GoNativeError, UnsupportedModelError) as error:  # the latter: another caller's refresh came between
                 reason = str(error)
         if self.config.fallback == "error":

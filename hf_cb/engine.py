@@ -75,10 +75,12 @@ class Engine:
         """Queue one prompt and return at once.
 
         `input_ids`: token ids, a sequence of ints or a tensor of shape [n] or [1, n], n >= 1. Options: max_new_tokens,
-        eos_token_id (an int, a sequence, or None for none), do_sample, temperature, top_k, top_p, min_new_tokens, seed,
-        timeout (seconds until the request ends with RequestTimeoutError), priority (lower is sooner) and tenant (for the
-        policies "priority" and "fair"), cache_salt (keys and values are shared only between requests with the same one). What
-        is left out comes from the model's generation_config; a seed from torch's generator on the calling thread.
+        eos_token_id (an int, a sequence, or None for none), do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
+        min_new_tokens, suppress_tokens, begin_suppress_tokens, seed, timeout (seconds until the request ends with
+        RequestTimeoutError), priority (lower is sooner) and tenant (for the policies "priority" and "fair"), cache_salt (keys
+        and values are shared only between requests with the same one), logprobs and prompt_logprobs (so many of the most
+        probable tokens at each place of the output and of the prompt, in the result; 0: only the token itself). What is left
+        out comes from the model's generation_config; a seed from torch's generator on the calling thread.
 
         Raises InvalidArgumentError, RequestTooLongError, EngineOverloadedError, UnsupportedModelError, EngineClosedError or
         EngineDeadError; if it does not raise, the handle resolves exactly once.

@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_cb.errors import HFCBError, RequestCancelledError, RequestTimeoutError
-from hf_cb.request import FinishReason, Request
+from hf_cb.request import FinishReason, Request, TokenLogprobs, TokenNote
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """What a request produced. Times are on `time.perf_counter()`'s clock, in seconds."""
+    """What a request produced. Times are on `time.perf_counter()`'s clock, in seconds.
+
+    `logprobs`: one for each of `tokens`; `prompt_logprobs`: one for each token of the prompt, None for the first, which nothing
+    comes before. None for a request that did not ask for them.
+    """
 
     request_id: int
     num_prompt_tokens: int
@@ -31,6 +35,8 @@ class GenerationResult:
     first_token_at: float
     finished_at: float
     num_cached_tokens: int = 0  # of the prompt, that were in the KV cache already
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class OutputQueue:
@@ -39,6 +45,8 @@ class OutputQueue:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.finish_reason: FinishReason | None = None
         self.admitted = False  # engine thread only, as are the next two
         self.admit_by: float | None = None  # on time.monotonic()'s clock
@@ -50,15 +58,23 @@ class OutputQueue:
         self._streaming = 0  # threads that wait for the next token rather than for the end
         self._tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
-    def put(self, token: int) -> None:
+    def put(self, token: int, note: TokenNote | None = None) -> None:
         """Append a token. Engine thread only."""
         with self._changed:
+            if note is not None:
+                self._keep(note)
             if not self.tokens:
                 self.first_token_at = time.perf_counter()
             self.tokens.append(token)
             if self._streaming:
                 self._changed.notify_all()
             self._wake_tasks()
+
+    def _keep(self, note: TokenNote) -> None:
+        if note.logprobs is not None:
+            self.logprobs.append(note.logprobs)
+        if note.prompt_logprobs is not None:
+            self.prompt_logprobs = note.prompt_logprobs
 
     def close(self, reason: FinishReason, error: HFCBError | None = None) -> None:
         """End it. The first call counts, later ones change nothing."""
@@ -131,6 +147,8 @@ class OutputQueue:
             self.first_token_at,
             self.finished_at,
             self.num_cached_tokens,
+            None if self.request.logprobs is None else tuple(self.logprobs),
+            self.prompt_logprobs,
         )
 
 

@@ -120,14 +120,13 @@ class Machinery:
         computed by itself, again too. What fails altogether is given up after a few attempts rather than row by row.
         """
         attempts = 4 * len(output.rows).bit_length()
-        tokens: dict[int, int] = {}
-        errors: dict[int, BaseException] = {}
+        results: list[StepResult] = []
         parts = [output]
         while parts:
             part = parts.pop()
             attempts -= 1
             try:
-                result = self.runner.execute(part)
+                results.append(self.runner.execute(part))
             except _DEVICE_LOST:
                 raise
             except Exception as error:
@@ -135,11 +134,8 @@ class Machinery:
                     parts += _halves(part)
                     continue
                 logger.error("a step of %d sequences failed; they end, the engine goes on", len(part.rows), exc_info=error)
-                errors.update((row.request_id, error) for row in part.rows)
-            else:
-                tokens.update(result.tokens)
-                errors.update(result.errors)
-        return StepResult(tokens, errors)
+                results.append(StepResult({}, {row.request_id: error for row in part.rows}))
+        return StepResult.of_parts(results)
 
 
 def _halves(output: SchedulerOutput) -> list[SchedulerOutput]:

@@ -25,9 +25,10 @@ class Defaults:
 
 
 _DEFAULT_NEW_TOKENS = 20
-_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_new_tokens")
+_TOKENS = ("suppress_tokens", "begin_suppress_tokens")
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens", *_TOKENS)
 _SERVICE = ("priority", "tenant", "cache_salt", "timeout")
-OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", *_SERVICE)
+OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", *_SERVICE, "logprobs", "prompt_logprobs")
 
 
 def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults, draw_seed: Callable[[], int]) -> Request:
@@ -41,7 +42,7 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
     if defaults.unserved:
         raise UnsupportedCallError(
             f"{defaults.unserved[0]}: set in the model's generation_config, and submit has no form of it; "
-            f"model.generate() serves it natively"
+            f"model.generate() serves it"
         )
     prompt = token_ids(input_ids)
     max_new_tokens = options.get("max_new_tokens")
@@ -53,11 +54,22 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
     return Request(
         prompt=prompt,
         max_new_tokens=int(max_new_tokens),
-        eos_token_ids=_eos_ids(options["eos_token_id"]) if "eos_token_id" in options else defaults.eos_token_ids,
+        eos_token_ids=_ids("eos_token_id", options["eos_token_id"]) if "eos_token_id" in options else defaults.eos_token_ids,
         sampling=_sampling(options, defaults.sampling, draw_seed),
         deadline=service.deadline(),
         service=service,
+        logprobs=_count("logprobs", options),
+        prompt_logprobs=_count("prompt_logprobs", options),
     )
+
+
+def _count(name: str, options: Mapping[str, Any]) -> int | None:
+    count = options.get(name)
+    if count is not None and (not _is_int(count) or count < 0):
+        raise InvalidArgumentError(
+            f"{name}: takes how many of the most probable tokens to report, an integer >= 0; got {count!r}"
+        )
+    return None if count is None else int(count)
 
 
 def make_service(options: Mapping[str, Any]) -> Service:
@@ -106,6 +118,7 @@ def _default_new_tokens(num_prompt_tokens: int, defaults: Defaults) -> int:
 
 def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: Callable[[], int]) -> SamplingParams:
     given = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
+    given |= {name: tuple(sorted(_ids(name, given[name]))) for name in _TOKENS if name in given}
     params = replace(defaults, **given)
     if not isinstance(params.do_sample, bool):
         raise InvalidArgumentError(f"do_sample: takes True or False; got {params.do_sample!r}")
@@ -115,6 +128,10 @@ def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: C
         raise InvalidArgumentError(f"top_k: takes an integer >= 0 (0: off); got {params.top_k!r}")
     if not (_is_number(params.top_p) and 0 <= params.top_p <= 1):
         raise InvalidArgumentError(f"top_p: takes a number from 0 to 1 (1: off); got {params.top_p!r}")
+    if not (_is_number(params.min_p) and 0 <= params.min_p <= 1):
+        raise InvalidArgumentError(f"min_p: takes a number from 0 to 1 (0: off); got {params.min_p!r}")
+    if not (_is_number(params.repetition_penalty) and 0 < params.repetition_penalty <= sys.float_info.max):
+        raise InvalidArgumentError(f"repetition_penalty: takes a finite number > 0 (1: off); got {params.repetition_penalty!r}")
     if not _is_int(params.min_new_tokens) or params.min_new_tokens < 0:
         raise InvalidArgumentError(f"min_new_tokens: takes an integer >= 0; got {params.min_new_tokens!r}")
     seed = options.get("seed")
@@ -130,11 +147,11 @@ def check_seed(seed: Any) -> int:
     return int(seed)
 
 
-def _eos_ids(value: Any) -> frozenset[int]:
+def _ids(name: str, value: Any) -> frozenset[int]:
     value = value.tolist() if hasattr(value, "tolist") else value
     ids = [] if value is None else list(value) if isinstance(value, (Sequence, frozenset, set)) else [value]
     if not all(_is_int(token) and token >= 0 for token in ids):
-        raise InvalidArgumentError(f"eos_token_id: takes a token id, several, or None; got {value!r}")
+        raise InvalidArgumentError(f"{name}: takes a token id, several, or None; got {value!r}")
     return frozenset(ids)
 
 

@@ -6,6 +6,7 @@ import enum
 import itertools
 import time
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 _ids = itertools.count()
 
@@ -21,7 +22,7 @@ class Status(enum.Enum):
 class FinishReason(enum.Enum):
     """Why a sequence ended."""
 
-    STOP = "stop"  # it produced one of its end-of-sequence tokens
+    STOP = "stop"  # it produced one of its end-of-sequence tokens, or a criterion of its own was met
     LENGTH = "length"  # it reached max_new_tokens
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
@@ -32,17 +33,51 @@ class FinishReason(enum.Enum):
 class SamplingParams:
     """How the next token is chosen. The defaults are greedy.
 
-    The fields are applied in this order, which is transformers' own: `min_new_tokens`, then, if `do_sample`,
-    `temperature`, `top_k` (0: off) and `top_p` (1.0: off).
+    The fields are applied in this order, which is transformers' own; those from `temperature` on only if `do_sample`.
     `seed` is the seed of this request's own generator, so that its samples depend on nothing else.
     """
 
+    repetition_penalty: float = 1.0  # of the tokens of prompt and output so far (Keskar et al., 2019, CTRL); 1.0: off
+    min_new_tokens: int = 0  # before them no end-of-sequence token comes
+    suppress_tokens: tuple[int, ...] = ()  # never come
+    begin_suppress_tokens: tuple[int, ...] = ()  # don't come first
     do_sample: bool = False
     temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1.0: off
+    min_p: float = 0.0  # of the most probable token's probability; 0.0: off
     seed: int = 0
-    min_new_tokens: int = 0
+
+
+class RowRules(Protocol):
+    """What a request brings of its own to choose its tokens by. Called on the engine's thread alone, once per token each.
+
+    An exception in either ends the request, and no other.
+    """
+
+    def process(self, logits: Any) -> Any:
+        """The scores, a float32 tensor [1, vocab], that the fields of SamplingParams go on with; `logits` are its own copy."""
+
+    def accept(self, token: int, scores: Any) -> bool:
+        """Take note of the chosen token and the final scores [1, vocab] it was chosen by. True: the request ends with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log-probability under the model's own distribution (the softmax of its logits, in float32, before
+    temperature and all other options), and the `len(top_ids)` most probable tokens with theirs, the most probable first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNote:
+    """What a request's caller gets with one token; `prompt_logprobs` with the first token alone."""
+
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +105,8 @@ class Request:
 
     `prompt`: at least one token id. `max_new_tokens`: at least one. `eos_token_ids`: any of these ends the sequence
     (the token itself is part of the result); empty: only the length ends it. `deadline`: on `time.monotonic()`'s clock.
+    `logprobs`, `prompt_logprobs`: how many of the most probable tokens to report at each place of the output, and of the
+    prompt; None: nothing. `rules`: applied before the fields of `sampling`.
     """
 
     prompt: tuple[int, ...]
@@ -78,6 +115,9 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     deadline: float | None = None
     service: Service = Service()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    rules: RowRules | None = field(default=None, compare=False, repr=False)
     request_id: int = field(default_factory=lambda: next(_ids))  # unique in the process: nothing a caller can clash
 
     @property

@@ -303,7 +303,7 @@ class Worker:
             self.meter.cached_tokens += num_tokens
         for emission in outcome.emissions:
             if emission.token is not None:
-                self._queues[emission.request_id].put(emission.token)
+                self._queues[emission.request_id].put(emission.token, emission.note)
             if emission.finish_reason is not None:
                 self._close_queue(emission.request_id, emission.finish_reason, _failure(emission))
         self.meter.add(outcome.record)

@@ -26,13 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "stats": {"request"},
     "options": {"errors", "request"},
     "handle": {"errors", "request"},
+    "text": {"handle"},
     "admission": {"errors"},
     "machinery": {"errors", "request", "core.output", "core.scheduler", "runtime", "stats"},
     "worker": {"errors", "admission", "request", "core.output", "machinery", "handle", "stats"},
     "engine": {"errors", "config", "admission", "request", "runtime", "handle", "stats", "options", "machinery", "worker"},
     "hf": {"errors", "config", "request", "core", "attention", "runtime", "handle", "options", "machinery", "worker", "engine"},
     "backend": {"errors", "config", "request", "engine", "options", "runtime", "hf"},
-    "__init__": {"errors", "config", "request", "stats", "handle", "engine", "backend"},
+    "__init__": {"errors", "config", "request", "stats", "handle", "text", "engine", "backend"},
 }
 OUTSIDE = {"core": {"torch", "numpy", "transformers"}, "attention": {"transformers"}, "runtime": {"transformers"}}
 

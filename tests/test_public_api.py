@@ -33,12 +33,14 @@ NAMES = [
     "RequestTooLongError",
     "SerializedBackend",
     "StepRecord",
+    "TokenLogprobs",
     "UnsupportedCallError",
     "UnsupportedModelError",
     "continuous_batching",
     "get_engine",
     "install",
     "register_backend",
+    "stream_text",
     "uninstall",
 ]
 
@@ -89,7 +91,9 @@ def test_every_error_is_defined_in_errors() -> None:
     assert defined == {name for name in NAMES if name.endswith("Error")}
 
 
-@pytest.mark.parametrize("cls", [hf_cb.CBConfig, hf_cb.EngineStats, hf_cb.StepRecord, hf_cb.GenerationResult])
+@pytest.mark.parametrize(
+    "cls", [hf_cb.CBConfig, hf_cb.EngineStats, hf_cb.StepRecord, hf_cb.GenerationResult, hf_cb.TokenLogprobs]
+)
 def test_data_is_frozen(cls: type) -> None:
     assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert "__slots__" in vars(cls)

@@ -59,7 +59,7 @@ class KVManager:
 
         None: a running sequence is just computing the next one, which will be here soon.
         """
-        if not self._shares:
+        if not self._shares or seq.request.prompt_logprobs is not None:  # those take every position's logits
             return ()
         found: list[int] = []
         usable = (seq.num_tokens - 1) // self._block_size

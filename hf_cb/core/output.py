@@ -5,10 +5,11 @@ A `SchedulerOutput` is complete in itself, so that it can be logged, replayed, o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hf_cb.request import FinishReason
+from hf_cb.request import FinishReason, TokenNote
 
 
 class ScheduledRow(NamedTuple):
@@ -46,6 +47,18 @@ class StepResult:
 
     tokens: dict[int, int]  # request id -> sampled token id
     errors: dict[int, BaseException] = field(default_factory=dict)  # request id -> why that row has no token
+    stopped: frozenset[int] = frozenset()  # request ids that end with their token, by rules of their own
+    notes: dict[int, TokenNote] = field(default_factory=dict)  # request id -> what goes to its caller with the token
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[StepResult]) -> StepResult:
+        """One result of several, which have no request in common."""
+        whole = cls({})
+        for part in parts:
+            whole = cls(
+                whole.tokens | part.tokens, whole.errors | part.errors, whole.stopped | part.stopped, whole.notes | part.notes
+            )
+        return whole
 
 
 class Emission(NamedTuple):
@@ -55,3 +68,4 @@ class Emission(NamedTuple):
     token: int | None
     finish_reason: FinishReason | None
     error: BaseException | None = None
+    note: TokenNote | None = None

@@ -322,13 +322,13 @@ class Scheduler:
         seq.tokens.append(token)
         self._policy.charge(seq, 0, 1)
         reason = None
-        if token in seq.request.eos_token_ids:
+        if token in seq.request.eos_token_ids or seq.request_id in result.stopped:
             reason = FinishReason.STOP
         elif seq.num_output_tokens == seq.request.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._end(seq, reason)
-        return Emission(seq.request_id, token, reason)
+        return Emission(seq.request_id, token, reason, note=result.notes.get(seq.request_id))
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.status is Status.RUNNING:

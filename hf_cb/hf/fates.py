@@ -18,7 +18,8 @@ class Fate(NamedTuple):
 
 
 _SAME = "changes how plain generate computes, not what: no effect"
-_LATER = "a logits processor of transformers"
+_ROWS = "transformers' own processor or criterion, run row by row with the whole history"
+_ENDS = f"{_ROWS}; several rows without an end-of-sequence id natively"
 _MODE = "a decoding mode of its own"
 
 FATES: dict[str, Fate] = {
@@ -28,9 +29,14 @@ FATES: dict[str, Fate] = {
     "attention_mask": Fate("engine", "left padding; any other mask runs natively"),
     "streamer": Fate("engine", "on the caller's thread"),
     "seed": Fate("engine", "ours: row i of a call gets what plain generate gives it after `torch.manual_seed(seed + i)`"),
-    "logits_processor": Fate("native", "custom ones"),
-    "stopping_criteria": Fate("native", "custom ones"),
-    "prefix_allowed_tokens_fn": Fate("native", _LATER),
+    "logits_processor": Fate(
+        "engine",
+        "called on the engine's thread, once per token; for several rows in one call natively, unless its "
+        "`supports_continuous_batching` is true",
+    ),
+    "stopping_criteria": Fate("engine", "called on the engine's thread, once per token; for several rows in one call natively"),
+    "prefix_allowed_tokens_fn": Fate("engine", _ROWS),
+    "tokenizer": Fate("engine", "for `stop_strings`"),
     "synced_gpus": Fate("native", "if true"),
     "assistant_model": Fate("native", _MODE),
     "negative_prompt_ids": Fate("native", "classifier-free guidance"),
@@ -45,8 +51,8 @@ FATES: dict[str, Fate] = {
     "eos_token_id": Fate("engine", "one or several"),
     "pad_token_id": Fate("engine"),
     "bos_token_id": Fate("engine"),
-    "max_time": Fate("native", "a stopping criterion of transformers"),
-    "stop_strings": Fate("native"),
+    "max_time": Fate("engine", _ENDS),
+    "stop_strings": Fate("engine", _ENDS),
     "token_healing": Fate("native"),
     # Choosing tokens
     "do_sample": Fate("engine"),
@@ -54,31 +60,31 @@ FATES: dict[str, Fate] = {
     "top_k": Fate("engine"),
     "top_p": Fate("engine"),
     "num_return_sequences": Fate("engine", "with sampling; each is a request of its own"),
+    "min_p": Fate("engine"),
+    "repetition_penalty": Fate("engine"),
+    "suppress_tokens": Fate("engine"),
+    "begin_suppress_tokens": Fate("engine"),
     **dict.fromkeys(
         (
-            "min_p",
             "top_h",
             "typical_p",
             "epsilon_cutoff",
             "eta_cutoff",
-            "repetition_penalty",
             "encoder_repetition_penalty",
             "no_repeat_ngram_size",
             "encoder_no_repeat_ngram_size",
             "bad_words_ids",
             "sequence_bias",
-            "suppress_tokens",
-            "begin_suppress_tokens",
             "forced_bos_token_id",
             "forced_eos_token_id",
             "exponential_decay_length_penalty",
             "renormalize_logits",
             "remove_invalid_values",
             "watermarking_config",
-            "guidance_scale",
         ),
-        Fate("native", _LATER),
+        Fate("engine", _ROWS),
     ),
+    "guidance_scale": Fate("native", "calls the model itself"),
     # Decoding modes
     **dict.fromkeys(
         (
@@ -108,9 +114,9 @@ FATES: dict[str, Fate] = {
         Fate("native", _MODE),
     ),
     # Results
-    "return_dict_in_generate": Fate("engine", "`sequences`; the cache stays with the engine"),
-    "output_scores": Fate("native"),
-    "output_logits": Fate("native"),
+    "return_dict_in_generate": Fate("engine", "`sequences`, `scores`, `logits`; the cache stays with the engine"),
+    "output_scores": Fate("engine", "several rows that may end apart natively"),
+    "output_logits": Fate("engine", "several rows that may end apart natively"),
     "output_attentions": Fate("native"),
     "output_hidden_states": Fate("native"),
     # Plain generate's own machinery
@@ -126,6 +132,12 @@ FATES: dict[str, Fate] = {
     "transformers_version": Fate("engine", "a record"),
 }
 """Every field of GenerationConfig and every parameter of `generate()`, of all versions of transformers that we know."""
+
+
+def has_no_form_for_submit(option: str) -> bool:
+    """Whether a model's generation config that sets this option asks for what only `generate()` serves."""
+    fate = FATES.get(option, Fate("native"))
+    return fate.where == "native" or fate.note in (_ROWS, _ENDS) or option == "min_length"  # which counts the prompt
 
 
 def markdown() -> str:

@@ -6,30 +6,30 @@ no merging rule is written twice here, and a call that goes native is the origin
 
 from __future__ import annotations
 
+import copy
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
 )
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from hf_cb.engine import Engine
-from hf_cb.errors import HFCBError, InvalidArgumentError
+from hf_cb.errors import HFCBError, InvalidArgumentError, RequestFailedError
 from hf_cb.handle import GenerationHandle
-from hf_cb.hf.fates import FATES
+from hf_cb.hf.fates import FATES, has_no_form_for_submit
+from hf_cb.hf.rules import GoNativeError, OwnRules, criteria_of_row, processors_of_row
+from hf_cb.hf.sampling import Prompts, split
 from hf_cb.options import Defaults, check_seed
 from hf_cb.request import Request, SamplingParams, Service
 
@@ -42,21 +42,17 @@ _KNOWN_ARGUMENTS = frozenset(
         "attention_mask",
         "generation_config",
         "logits_processor",
+        "prefix_allowed_tokens_fn",
         "stopping_criteria",
         "streamer",
+        "tokenizer",
         "use_cache",
     }
 )
-# Fields that transformers' preamble can only handle with arguments that it does not pass on to a custom decoding function.
-_NEED_THE_TOKENIZER = ("stop_strings", "token_healing")
 
 
 # What the fields that run natively hold where they do nothing. (What needs another one to do something is off by itself.)
 _OFF: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
-
-
-class GoNativeError(Exception):
-    """Raised inside the seam: this call runs natively. The message is the reason."""
 
 
 def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
@@ -71,9 +67,12 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         if name == "synced_gpus" and not value:
             continue
         return f"argument {name}"
-    for name in _NEED_THE_TOKENIZER:
-        if _effective(model, arguments, name):
-            return f"option {name}"
+    if _effective(model, arguments, "token_healing"):
+        return "option token_healing"  # needs the tokenizer, which transformers keeps from a custom decoding function
+    if _effective(model, arguments, "stop_strings") and any(
+        isinstance(criterion, StopStringCriteria) for criterion in arguments.get("stopping_criteria") or ()
+    ):
+        return "option stop_strings beside a criterion of the same kind"
     if (cache := _effective(model, arguments, "cache_implementation")) in ("quantized", "paged"):
         return f"option cache_implementation={cache!r}: another result"
     if arguments.get("cache_implementation") == "paged":
@@ -82,10 +81,10 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
 
 
 def _effective(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    for source in (arguments.get(name), getattr(arguments.get("generation_config"), name, None)):
-        if source is not None:
-            return source
-    return getattr(model.generation_config, name, None)
+    if name in arguments:  # None too: it counts
+        return arguments[name]
+    given = getattr(arguments.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if given is None else given
 
 
 def call_arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class _PromptRecorder(BaseStreamer):
 
 
 def generate(
-    engine: Engine, original: Callable[..., Any], arguments: dict[str, Any], seed: int | None, service: Service
+    engine: Engine, model: Any, original: Callable[..., Any], arguments: dict[str, Any], seed: int | None, service: Service
 ) -> Any:
     """Run one call through the engine. Raises GoNativeError if the merged options turn out to need plain generate."""
     streamer: BaseStreamer | None = arguments.get("streamer")
@@ -136,7 +135,22 @@ def generate(
         requests = [replace(request, service=service, deadline=deadline) for request in _requests(engine, call, seed)]
         return _run(engine, call, requests, streamer, recorder.prompt if recorder else None)
 
-    return original(**{**arguments, "streamer": recorder, "custom_generate": decode})
+    return original(**{**with_stop_strings(model, arguments), "streamer": recorder, "custom_generate": decode})
+
+
+def with_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the criterion in the place of the option: transformers passes no tokenizer on to `custom_generate`."""
+    strings, tokenizer = _effective(model, arguments, "stop_strings"), arguments.get("tokenizer")
+    if strings is None or tokenizer is None:  # without a tokenizer the error is transformers' own
+        return arguments
+    criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)])
+    changed = {**arguments, "stopping_criteria": criteria, "stop_strings": None}
+    config = arguments.get("generation_config")
+    if config is not None and "stop_strings" not in arguments and model.generation_config.stop_strings is None:
+        del changed["stop_strings"]  # beside a config, transformers warns of options
+        changed["generation_config"] = copy.copy(config)
+        changed["generation_config"].stop_strings = None
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +170,21 @@ def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise GoNativeError(f"generation mode {mode.value}")
-    if config.return_dict_in_generate:
-        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-            if getattr(config, name, None):
-                raise GoNativeError(f"option {name}")
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name, None):
+            raise GoNativeError(f"option {name}")
     if call.input_ids.numel() == 0:
         raise InvalidArgumentError(f"input_ids: takes at least one row of at least one token; got {list(call.input_ids.shape)}")
-    max_new_tokens, eos = _stopping(call)
-    params = _sampling(call, eos)
+    prompts = _prompts(call)
+    max_new_tokens, eos, criteria = _stopping(call)
+    padding = tuple(call.input_ids.shape[1] - len(prompt) for prompt in prompts)
+    processors, params = split(call.processors, bool(config.do_sample), Prompts(call.input_ids.shape[1], padding, eos))
     served = engine.served()
     if params.do_sample and seed is None:
         seed = served.draw_seed()
     requests = [
         Request(prompt, max_new_tokens, eos, replace(params, seed=check_seed((seed or 0) + i)))
-        for i, prompt in enumerate(_prompts(call))
+        for i, prompt in enumerate(prompts)
     ]
     for request in requests:
         limit = served.max_positions
@@ -177,56 +192,46 @@ def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
             # Plain generate may go past the model's positions, or stop before it gets there; only it knows.
             raise GoNativeError(f"prompt and max_new_tokens together exceed the {limit} positions that rows can share")
         engine.check(request)
-    return requests
+    # Last: a history has room for as many tokens as were asked for.
+    return [replace(r, rules=_rules(call, i, max_new_tokens, processors, criteria, bool(eos))) for i, r in enumerate(requests)]
 
 
-def _sampling(call: _Call, eos: frozenset[int]) -> SamplingParams:
-    """The processors that transformers made, as our parameters; GoNativeError for one that we have no form of."""
-    found: dict[str, Any] = {"do_sample": bool(call.config.do_sample), "min_new_tokens": 0}
-    usual_order = iter(("min_new_tokens", "temperature", "top_k", "top_p"))
-    latest = next(usual_order)
-    for processor in call.processors:
-        name, value = _parameter(processor, call.input_ids.shape[1], eos)
-        while latest != name:
-            latest = next(usual_order, "")
-            if not latest:
-                raise GoNativeError(f"logits processor {type(processor).__name__} out of the usual order")
-        if name in found and name != "min_new_tokens":
-            raise GoNativeError(f"two logits processors {type(processor).__name__}")
-        found[name] = max(found["min_new_tokens"], value) if name == "min_new_tokens" else value
-    return SamplingParams(**found)
+def _rules(
+    call: _Call, row: int, max_new_tokens: int, processors: list[Any], criteria: list[Any], has_eos: bool
+) -> OwnRules | None:
+    """What the engine has no field for, for one row of the call. None: nothing."""
+    config = call.config
+    keep_scores = bool(config.return_dict_in_generate and config.output_scores)
+    keep_logits = bool(config.return_dict_in_generate and config.output_logits)
+    if not (processors or criteria or keep_scores or keep_logits):
+        return None
+    num_rows = len(call.input_ids)
+    if num_rows > 1 and has_eos and (keep_scores or keep_logits):
+        raise GoNativeError("scores of several rows that may end apart: plain generate goes on computing those that ended")
+    own = processors_of_row(processors, row, num_rows, num_rows // max(1, config.num_return_sequences or 1))
+    return OwnRules(
+        call.input_ids[row : row + 1],
+        max_new_tokens,
+        own,
+        criteria_of_row(criteria, num_rows, has_eos),
+        keep_scores,
+        keep_logits,
+    )
 
 
-def _parameter(processor: Any, prompt_length: int, eos: frozenset[int]) -> tuple[str, Any]:
-    kind = type(processor)
-    if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
-        if frozenset(processor.eos_token_id.flatten().tolist()) == eos:
-            # min_length counts the prompt, its padding included.
-            is_total = kind is MinLengthLogitsProcessor
-            least = processor.min_length if is_total else processor.prompt_length_to_skip + processor.min_new_tokens
-            return "min_new_tokens", least - prompt_length
-    elif getattr(processor, "filter_value", -math.inf) == -math.inf:
-        if kind is TemperatureLogitsWarper:
-            return "temperature", processor.temperature
-        if kind is TopKLogitsWarper:
-            return "top_k", processor.top_k
-        if kind is TopPLogitsWarper and processor.min_tokens_to_keep == 1:
-            return "top_p", processor.top_p
-    raise GoNativeError(f"logits processor {kind.__name__}")
-
-
-def _stopping(call: _Call) -> tuple[int, frozenset[int]]:
-    lengths, eos = [], set[int]()
+def _stopping(call: _Call) -> tuple[int, frozenset[int], list[Any]]:
+    """(new tokens at most, end-of-sequence ids, criteria to run as they are)."""
+    lengths, eos, own = [], set[int](), []
     for criterion in call.criteria:  # the first that is met counts
         if type(criterion) is MaxLengthCriteria:
             lengths.append(criterion.max_length - call.input_ids.shape[1])
         elif type(criterion) is EosTokenCriteria:
             eos.update(criterion.eos_token_id.flatten().tolist())
         else:
-            raise GoNativeError(f"stopping criterion {type(criterion).__name__}")
+            own.append(criterion)
     if not lengths:
         raise GoNativeError("no limit on the length")
-    return max(1, min(lengths)), frozenset(eos)  # plain generate looks at the criteria after a token, not before
+    return max(1, min(lengths)), frozenset(eos), own  # plain generate looks at the criteria after a token, not before
 
 
 def _prompts(call: _Call) -> list[tuple[int, ...]]:
@@ -261,12 +266,40 @@ def _run(
             handle.cancel()
         if streamer is not None and isinstance(error, HFCBError):
             streamer.end()  # who reads it on another thread must not wait for ever; the error is this caller's
-        raise
+        own = _own_error(requests) if isinstance(error, RequestFailedError) else None
+        if own is None:
+            raise
+    else:
+        return _output(call, requests, rows, pad_token)
+    raise own
+
+
+def _output(call: _Call, requests: list[Request], rows: list[tuple[int, ...]], pad_token: int) -> Any:
+    """What plain generate returns: sequences [B, n], or an output object with them."""
     new = torch.full((len(rows), max(map(len, rows))), pad_token)
     for i, row in enumerate(rows):
         new[i, : len(row)] = torch.tensor(row)
     sequences: Any = torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if call.config.return_dict_in_generate else sequences
+    if not call.config.return_dict_in_generate:
+        return sequences
+    kept = [request.rules for request in requests if isinstance(request.rules, OwnRules)]
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=_steps([rules.scores for rules in kept]),  # type: ignore[arg-type]
+        logits=_steps([rules.logits for rules in kept]),  # type: ignore[arg-type]
+    )
+
+
+def _steps(rows: list[tuple[torch.Tensor, ...] | None]) -> tuple[torch.Tensor, ...] | None:
+    """Per step [B, vocab], from per row and step [1, vocab]; all rows took as many steps."""
+    kept = [row for row in rows if row is not None]
+    return tuple(torch.cat(step) for step in zip(*kept, strict=True)) if kept else None
+
+
+def _own_error(requests: list[Request]) -> Exception | None:
+    """What a processor or criterion of the caller's raised, which plain generate raises as it is."""
+    errors = (request.rules.error for request in requests if isinstance(request.rules, OwnRules))
+    return next((error for error in errors if error is not None), None)
 
 
 def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStreamer) -> None:
@@ -295,8 +328,10 @@ def defaults_of(config: GenerationConfig, max_positions: int | None) -> Defaults
         top_k=int(value("top_k", 50)),
         top_p=float(value("top_p", 1.0)),
         min_new_tokens=int(value("min_new_tokens", 0)),
+        min_p=float(value("min_p", 0.0)),
+        repetition_penalty=float(value("repetition_penalty", 1.0)),
+        suppress_tokens=tuple(value("suppress_tokens", ())),
+        begin_suppress_tokens=tuple(value("begin_suppress_tokens", ())),
     )
-    unserved = tuple(name for name, fate in FATES.items() if fate.where == "native" and getattr(config, name, None) not in _OFF)
-    if getattr(config, "min_length", None):
-        unserved = ("min_length", *unserved)  # it counts the prompt, which `min_new_tokens` does not
+    unserved = tuple(name for name in FATES if has_no_form_for_submit(name) and getattr(config, name, None) not in _OFF)
     return Defaults(config.max_new_tokens, config.max_length, max_positions, frozenset(ids), sampling, unserved)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,19 +13,37 @@ from hf_cb.attention.step import AttentionStep
 from hf_cb.core.output import SchedulerOutput
 
 
+class PromptPart(NamedTuple):
+    """Positions `first` .. `first + length - 1` of a prompt, whose logits its request wants for themselves."""
+
+    request_id: int
+    first: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class InputBatch:
     """T packed tokens of N rows, of which n sample."""
 
     input_ids: torch.Tensor  # [1, T] int64
     position_ids: torch.Tensor  # [1, T] int64
-    logits_indices: torch.Tensor  # [n] int64: packed positions of the last token of each row that samples
+    logits_indices: torch.Tensor  # [n] int64: packed positions of the last token of each row that samples, then prompt_parts'
     sampling_ids: tuple[int, ...]  # request ids in the order of logits_indices
     step: AttentionStep
+    prompt_parts: tuple[PromptPart, ...] = ()
 
 
-def build_input_batch(output: SchedulerOutput, block_size: int, device: torch.device) -> InputBatch:
-    """Pack the rows one after another: no padding tokens. Built with numpy, moved to `device` at the end."""
+Wanted = Callable[[int, int], range]
+"""(start, end) -> the positions among them whose logits are wanted."""
+
+
+def build_input_batch(
+    output: SchedulerOutput, block_size: int, device: torch.device, wanted: Mapping[int, Wanted] | None = None
+) -> InputBatch:
+    """Pack the rows one after another: no padding tokens. Built with numpy, moved to `device` at the end.
+
+    `wanted`: request id -> which of its positions' logits to compute beside the last one's.
+    """
     rows = output.rows
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
@@ -42,6 +62,13 @@ def build_input_batch(output: SchedulerOutput, block_size: int, device: torch.de
     slots = block_table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
     samples = [i for i, row in enumerate(rows) if row.samples]
+    logits_indices, parts = [ends[samples] - 1], []
+    for i, row in enumerate(rows):
+        if wanted and row.request_id in wanted:
+            positions_wanted = wanted[row.request_id](row.start, row.start + len(row.token_ids))
+            if positions_wanted:
+                parts.append(PromptPart(row.request_id, positions_wanted.start, len(positions_wanted)))
+                logits_indices.append(np.asarray(positions_wanted) - row.start + ends[i] - lens[i])
     cu_seqlens_q = np.zeros(len(rows) + 1, np.int32)
     cu_seqlens_q[1:] = ends
 
@@ -51,7 +78,7 @@ def build_input_batch(output: SchedulerOutput, block_size: int, device: torch.de
     return InputBatch(
         input_ids=put(ids)[None],
         position_ids=put(positions)[None],
-        logits_indices=put(ends[samples] - 1),
+        logits_indices=put(np.concatenate(logits_indices)),
         sampling_ids=tuple(rows[i].request_id for i in samples),
         step=AttentionStep(
             cu_seqlens_q=put(cu_seqlens_q),
@@ -64,4 +91,5 @@ def build_input_batch(output: SchedulerOutput, block_size: int, device: torch.de
             max_seqlen_k=int(key_lens.max()),
             block_size=block_size,
         ),
+        prompt_parts=tuple(parts),
     )

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from hf_cb.core.output import SchedulerOutput, StepResult
-from hf_cb.request import Request
+from hf_cb.request import Request, TokenNote
 from hf_cb.runtime.input_batch import InputBatch, build_input_batch
+from hf_cb.runtime.logprobs import PromptLogprobs
 from hf_cb.runtime.port import AttentionPort
 from hf_cb.runtime.sampler import RowState, sample
 
@@ -26,35 +27,59 @@ class ModelRunner:
         self._block_size = block_size
         self._device = device
         self._rows: dict[int, RowState] = {}
+        self._prompts: dict[int, PromptLogprobs] = {}  # of requests that want them and have no token yet
         self.model_seconds = 0.0  # in the latest step
 
     def add(self, request: Request) -> None:
         """Make ready to sample for `request`."""
         self._rows[request.request_id] = RowState.of(request, self._device)
+        prompt = PromptLogprobs.of(request)
+        if prompt is not None:
+            self._prompts[request.request_id] = prompt
 
     def remove(self, request_id: int) -> None:
         """Forget a request; unknown ids are fine."""
         self._rows.pop(request_id, None)
+        self._prompts.pop(request_id, None)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the step. On an exception nothing has been sampled: the same output may be executed again."""
         with torch.inference_mode():
-            batch = build_input_batch(output, self._block_size, self._device)
+            wanted = {key: prompt.wanted for key, prompt in self._prompts.items()}
+            batch = build_input_batch(output, self._block_size, self._device, wanted)
             began = time.perf_counter()
             logits = self.forward(batch)
             self.model_seconds = time.perf_counter() - began
-            if not batch.sampling_ids:
-                return StepResult({})
+            errors = self._note_prompts(batch, logits)
+            ids = batch.sampling_ids
+            if not ids:
+                return StepResult({}, errors)
+            logits = logits[: len(ids)]
             not_numbers = _rows_with_nan(logits)
-            sampled = sample(logits, [self._rows[request_id] for request_id in batch.sampling_ids])
-        errors: dict[int, BaseException] = {batch.sampling_ids[i]: error for i, error in sampled.errors.items()}
-        for i in not_numbers:  # greedy decoding would take the first NaN for the best token
-            errors[batch.sampling_ids[i]] = FloatingPointError("its logits hold NaN")
-        tokens = dict(zip(batch.sampling_ids, sampled.tokens, strict=True))
-        return StepResult({key: token for key, token in tokens.items() if key not in errors}, dict(errors))
+            sampled = sample(logits, [self._rows[request_id] for request_id in ids])
+        errors |= {ids[i]: error for i, error in sampled.errors.items()}
+        for i in not_numbers:
+            if self._rows[ids[i]].rules is None:  # greedy decoding would take the first NaN for the best token
+                errors.setdefault(ids[i], FloatingPointError("its logits hold NaN"))
+        tokens = {key: token for key, token in zip(ids, sampled.tokens, strict=True) if key not in errors}
+        notes = {ids[i]: TokenNote(note) for i, note in sampled.logprobs.items()}
+        for key in self._prompts.keys() & tokens.keys():
+            notes[key] = TokenNote(notes.get(key, TokenNote()).logprobs, self._prompts.pop(key).result())
+        return StepResult(tokens, errors, frozenset(ids[i] for i in sampled.stopped), notes)
+
+    def _note_prompts(self, batch: InputBatch, logits: torch.Tensor) -> dict[int, BaseException]:
+        errors: dict[int, BaseException] = {}
+        end = len(batch.sampling_ids)
+        for key, first, length in batch.prompt_parts:
+            end += length
+            self._prompts[key].note(first, logits[end - length : end])
+        for key in batch.sampling_ids:  # the first token comes: the prompt is through
+            if key in self._prompts and not self._prompts[key].is_whole:
+                errors[key] = RuntimeError("prompt_logprobs: some positions of the prompt were never computed")
+        return errors
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Logits [n, vocab] of the rows that sample; writes every row's keys and values."""
+        """Logits [n, vocab] of `batch.logits_indices`; writes every row's keys and values."""
         self._port.begin(batch.step)
         try:
             return self._forward(batch.input_ids, batch.position_ids, batch.logits_indices)

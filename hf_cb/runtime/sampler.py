@@ -1,19 +1,21 @@
 """Sampler: from logits to one token per row.
 
-The arithmetic is that of transformers' warpers, in their order and in float32, done for all rows with the same option at once.
-The draw is `torch.multinomial` with the request's own generator: a request with seed s gets the tokens that plain `generate()`
-gives for this row alone after `torch.manual_seed(s)`, whoever else is in the batch.
+The draw (`draws`) is `torch.multinomial` with the request's own generator: a request with seed s gets the tokens that plain
+`generate()` gives for this row alone after `torch.manual_seed(s)`, whoever else is in the batch. A request's own rules come
+first, row by row; then what its SamplingParams say, for all rows together (`warpers`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from hf_cb.request import Request, SamplingParams
+from hf_cb.request import Request, RowRules, SamplingParams, TokenLogprobs
+from hf_cb.runtime.draws import Draws, draws
+from hf_cb.runtime.logprobs import token_logprobs
+from hf_cb.runtime.warpers import SeenTokens, forbid, penalise_repetition, warp
 
 
 @dataclass(slots=True)
@@ -22,15 +24,38 @@ class RowState:
 
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
+    rules: RowRules | None = field(default=None, repr=False)
+    logprobs: int | None = None  # how many of the most probable tokens to report
     num_sampled: int = 0
-    generator: torch.Generator | None = field(default=None, repr=False)
+    draws: Draws | None = field(default=None, repr=False)
+    seen: SeenTokens | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, request: Request, device: torch.device) -> RowState:
         """The state of a request that has sampled nothing yet."""
         params = request.sampling
-        generator = torch.Generator(device).manual_seed(params.seed) if params.do_sample else None
-        return cls(params, tuple(sorted(request.eos_token_ids)), 0, generator)
+        source = draws(params.seed, device) if params.do_sample else None
+        seen = SeenTokens(request.prompt) if params.repetition_penalty != 1.0 else None
+        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, request.logprobs, 0, source, seen)
+
+    def forbidden(self) -> list[int]:
+        """The ids that cannot come now, whatever the model says."""
+        params, ids = self.params, list(self.params.suppress_tokens)
+        if self.num_sampled < params.min_new_tokens:
+            ids.extend(self.eos_token_ids)
+        if self.num_sampled == 0:
+            ids.extend(params.begin_suppress_tokens)
+        return ids
+
+    def accept(self, token: int, scores: torch.Tensor) -> bool:
+        """Take note of a sampled token and the scores [1, vocab] it was chosen by. True: the request's rules end it here."""
+        self.num_sampled += 1
+        if self.seen is not None:
+            self.seen.add(token)
+        if self.rules is None:
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            return self.rules.accept(token, scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,78 +64,75 @@ class Sampled:
 
     tokens: list[int]
     errors: dict[int, Exception]  # index of the row -> error; its entry in `tokens` means nothing
+    stopped: frozenset[int] = frozenset()  # indices of the rows that end here by their own rules
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index of a row that asked for it -> its token's
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
     """Choose the next token of each row from logits [n, vocab] (any float dtype; not changed)."""
-    scores = logits.float()
-    scores = _hold_back_eos(scores, rows)
-    tokens: list[int] = scores.argmax(dim=-1).tolist()
     errors: dict[int, Exception] = {}
-    drawing = [i for i, row in enumerate(rows) if row.params.do_sample]
+    scores = _process(logits, rows, errors)
+    tokens = _best(scores)
+    drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors]
     if drawing:
-        probs = _warp(scores[drawing], [rows[i].params for i in drawing]).softmax(dim=-1)
-        for j, i in enumerate(drawing):
+        warped = warp(scores[drawing], [rows[i].params for i in drawing])
+        for j, (i, probs) in enumerate(zip(drawing, warped.softmax(dim=-1), strict=True)):
             try:
-                tokens[i] = int(torch.multinomial(probs[j], 1, generator=rows[i].generator))
+                tokens[i] = _source(rows[i]).draw(probs)
             except RuntimeError as error:  # no probability left, or NaN: this row's logits are at fault, nobody else's
                 errors[i] = error
-    for row in rows:
-        row.num_sampled += 1
-    return Sampled(tokens, errors)
+            if rows[i].rules is not None:
+                scores[i] = warped[j]
+    stopped = set()
+    for i, row in enumerate(rows):
+        try:
+            if i not in errors and row.accept(tokens[i], scores[i : i + 1]):
+                stopped.add(i)
+        except Exception as error:
+            errors[i] = error
+    return Sampled(tokens, errors, frozenset(stopped), _logprobs(logits, rows, tokens))
 
 
-def _hold_back_eos(scores: torch.Tensor, rows: Sequence[RowState]) -> torch.Tensor:
-    vocab_size = scores.shape[-1]  # ids outside it are never sampled anyway
-    held = [
-        (i, token)
-        for i, row in enumerate(rows)
-        if row.num_sampled < row.params.min_new_tokens
-        for token in row.eos_token_ids
-        if 0 <= token < vocab_size
-    ]
-    if not held:
-        return scores
-    scores = scores.clone()
-    index = torch.tensor(held, device=scores.device)
-    scores[index[:, 0], index[:, 1]] = -math.inf
+def _logprobs(logits: torch.Tensor, rows: Sequence[RowState], tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
+    asking = {i: row.logprobs for i, row in enumerate(rows) if row.logprobs is not None}
+    if not asking:
+        return {}
+    found = token_logprobs(logits[list(asking)], [tokens[i] for i in asking], list(asking.values()))
+    return dict(zip(asking, found, strict=True))
+
+
+def _best(scores: torch.Tensor) -> list[int]:
+    """The best token of each row. On a CPU by numpy, which is ten times as fast at it."""
+    best: list[int] = (scores.numpy().argmax(axis=-1) if scores.device.type == "cpu" else scores.argmax(dim=-1)).tolist()
+    return best
+
+
+def _source(row: RowState) -> Draws:
+    assert row.draws is not None
+    return row.draws
+
+
+def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, Exception]) -> torch.Tensor:
+    """What does not depend on sampling, from logits to scores [n, vocab] float32: a copy where any row asks for anything."""
+    scores = logits.float()
+    penalties = [(i, row.params.repetition_penalty, row.seen) for i, row in enumerate(rows) if row.seen is not None]
+    forbidden = [(i, ids) for i, row in enumerate(rows) if (ids := row.forbidden())]
+    ruled = [i for i, row in enumerate(rows) if row.rules is not None]
+    if scores is logits and (penalties or forbidden or ruled):
+        scores = scores.clone()
+    for i in ruled:
+        _apply_rules(i, rows[i].rules, scores, errors)
+    penalise_repetition(scores, penalties)
+    forbid(scores, forbidden)
     return scores
 
 
-def _warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Temperature, top-k, top-p: each on the rows that ask for it, rows with the same value together."""
-    for of, is_off, apply in _WARPERS:
-        groups: dict[float, list[int]] = {}
-        for i, p in enumerate(params):
-            if not is_off(of(p)):
-                groups.setdefault(of(p), []).append(i)
-        for value, members in groups.items():
-            if len(members) == len(params):
-                scores = apply(scores, value)
-            else:
-                scores = scores.index_copy(0, torch.tensor(members, device=scores.device), apply(scores[members], value))
-    return scores
-
-
-def _temperature(scores: torch.Tensor, temperature: float) -> torch.Tensor:
-    return scores / temperature
-
-
-def _top_k(scores: torch.Tensor, k: float) -> torch.Tensor:
-    kth = torch.topk(scores, min(int(k), scores.size(-1)))[0][..., -1, None]
-    return scores.masked_fill(scores < kth, -math.inf)
-
-
-def _top_p(scores: torch.Tensor, p: float) -> torch.Tensor:
-    ascending, order = torch.sort(scores, descending=False)
-    drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - p)
-    drop[..., -1:] = False  # the most probable token always stays
-    return scores.masked_fill(drop.scatter(1, order, drop), -math.inf)
-
-
-_Option = Callable[[SamplingParams], float]
-_WARPERS: tuple[tuple[_Option, Callable[[float], bool], Callable[[torch.Tensor, float], torch.Tensor]], ...] = (
-    (lambda p: p.temperature, lambda value: value == 1.0, _temperature),
-    (lambda p: p.top_k, lambda value: value == 0, _top_k),
-    (lambda p: p.top_p, lambda value: value >= 1.0, _top_p),
-)
+def _apply_rules(i: int, rules: RowRules | None, scores: torch.Tensor, errors: dict[int, Exception]) -> None:
+    assert rules is not None
+    try:
+        # Ordinary tensors, as under plain generate: the caller's code may keep them, or change them.
+        with torch.inference_mode(False), torch.no_grad():
+            own = rules.process(scores[i : i + 1].clone())
+        scores[i] = own[0]
+    except Exception as error:
+        errors[i] = error

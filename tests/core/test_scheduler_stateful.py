@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(row.block_table) * self.block_size >= end
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> None:
-        for request_id, token, reason, error in self.scheduler.update(output, result):
+        for request_id, token, reason, error, _ in self.scheduler.update(output, result):
             request, tokens = self.live[request_id]
             if error is not None:
                 assert (token, reason) == (None, FinishReason.FAILED)

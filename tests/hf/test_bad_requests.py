@@ -38,6 +38,11 @@ SUBMIT_OPTIONS: list[tuple[str, Any]] = [
     *(("temperature", value) for value in (0, -1.0, "hot", float("nan"), float("inf"), 10**400, True)),
     *(("top_k", value) for value in (-1, 2.5, "5", True)),
     *(("top_p", value) for value in (-0.1, 1.1, "5", float("nan"), True)),
+    *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, 2.5, "5", True)),
+    *(("min_p", value) for value in (-0.1, 1.1, "5", float("nan"), True)),
+    *(("repetition_penalty", value) for value in (0, -1.0, "5", float("nan"), float("inf"), True)),
+    *(("suppress_tokens", value) for value in (-1, 2.5, "5", [3, -1], True)),
+    *(("begin_suppress_tokens", value) for value in (2.5, [[3]])),
     *(("min_new_tokens", value) for value in (-1, 2.5, "5", True)),
     *(("do_sample", value) for value in (1, "yes")),
     *(("seed", value) for value in (-1, 1 << 64, 2.5, "5", True)),
@@ -144,6 +149,6 @@ def test_the_error_comes_on_the_callers_thread(duo: seam.Duo) -> None:
 
 
 def test_what_the_generation_config_asks_and_submit_has_no_form_of(duo: seam.Duo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duo.served.generation_config, "repetition_penalty", 1.5)
-    with pytest.raises(hf_cb.UnsupportedCallError, match=r"^repetition_penalty: "):
+    monkeypatch.setattr(duo.served.generation_config, "no_repeat_ngram_size", 2)
+    with pytest.raises(hf_cb.UnsupportedCallError, match=r"^no_repeat_ngram_size: "):
         duo.engine.submit([1, 2, 3], max_new_tokens=2)

@@ -10,7 +10,7 @@ import models
 import pytest
 import seam
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -44,28 +44,24 @@ def backwards(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tenso
     return input_ids.flip(1)
 
 
-def even_tokens(batch: int, ids: torch.Tensor) -> list[int]:
-    return list(range(0, models.VOCAB, 2))
-
-
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "beams": ("beam_search", {"num_beams": 3}),
     "beam sampling": ("beam_sample", {"num_beams": 2, "do_sample": True}),
     "beams returned": ("beam_search", {"num_beams": 3, "num_return_sequences": 2}),
-    "scores": ("output_scores", {"output_scores": True, "return_dict_in_generate": True}),
-    "logits": ("output_logits", {"output_logits": True, "return_dict_in_generate": True}),
+    "scores": ("scores of several rows", {"output_scores": True, "return_dict_in_generate": True, "eos_token_id": 7}),
+    "logits": ("scores of several rows", {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": 7}),
     "hidden states": ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
-    "repetition penalty": ("RepetitionPenaltyLogitsProcessor", {"repetition_penalty": 1.5}),
-    "ngrams": ("NoRepeatNGramLogitsProcessor", {"no_repeat_ngram_size": 1}),
-    "bad words": ("NoBadWordsLogitsProcessor", {"bad_words_ids": [[i] for i in range(3, 60)]}),
-    "suppressed": ("SuppressTokensLogitsProcessor", {"suppress_tokens": list(range(3, 60))}),
-    "min_p": ("MinPLogitsWarper", {"do_sample": True, "min_p": 0.2}),
-    "typical_p": ("TypicalLogitsWarper", {"do_sample": True, "typical_p": 0.5}),
-    "renormalised": ("LogitNormalization", {"renormalize_logits": True}),
-    "allowed tokens": ("prefix_allowed_tokens_fn", {"prefix_allowed_tokens_fn": even_tokens}),
-    "processor": ("Forbid", {"logits_processor": LogitsProcessorList([Forbid()])}),
-    "criterion": ("StopAtMultiple", {"stopping_criteria": StoppingCriteriaList([StopAtMultiple()]), "pad_token_id": 0}),
-    "time": ("MaxTimeCriteria", {"max_time": 1000.0}),
+    "guidance": ("UnbatchedClassifierFreeGuidance", {"guidance_scale": 1.5}),
+    "processor": ("Forbid for several rows", {"logits_processor": LogitsProcessorList([Forbid()])}),
+    "criterion": (
+        "StopAtMultiple for several rows",
+        {"stopping_criteria": StoppingCriteriaList([StopAtMultiple()]), "eos_token_id": 7, "pad_token_id": 0},
+    ),
+    "criterion without an end": (
+        "without an end-of-sequence token",
+        {"stopping_criteria": StoppingCriteriaList([StopAtMultiple()]), "pad_token_id": 0},
+    ),
+    "time": ("without an end-of-sequence token", {"max_time": 1000.0}),
     "own decoding": ("custom_generate", {"custom_generate": backwards}),
     "prompt lookup": ("assisted_generation", {"prompt_lookup_num_tokens": 2}),
 }
@@ -80,7 +76,7 @@ def test_same_result(duo: seam.Duo, request: pytest.FixtureRequest, reason: str,
 
 def test_the_options_above_change_something(duo: seam.Duo) -> None:
     usual = duo.same(**BATCH, max_new_tokens=NEW)
-    for name in ("repetition penalty", "ngrams", "bad words", "suppressed", "allowed tokens", "processor", "criterion"):
+    for name in ("guidance", "processor", "criterion", "criterion without an end"):
         assert not torch.equal(duo.plain.generate(**BATCH, max_new_tokens=NEW, **CALLS[name][1]), usual), name
 
 
@@ -111,18 +107,6 @@ def test_a_cache_of_the_callers(duo: seam.Duo) -> None:
     assert reasons == ["argument cache"]
 
 
-def test_stop_strings(duo: seam.Duo) -> None:
-    tokenizer = seam.word_tokenizer()
-    tokens = duo.same(PROMPT, max_new_tokens=NEW)[0, 6:].tolist()
-    call = {"stop_strings": [f"w{tokens[3]}"], "tokenizer": tokenizer, "max_new_tokens": NEW, "native": "tokenizer"}
-    assert duo.same(PROMPT, **call, pad_token_id=0).shape[1] < 6 + NEW
-    for model in (duo.plain, duo.served):
-        with pytest.raises(ValueError, match="could not locate a tokenizer"):
-            model.generate(PROMPT, stop_strings="w5", max_new_tokens=NEW)
-    config = GenerationConfig(stop_strings=[f"w{tokens[3]}"], max_new_tokens=NEW, pad_token_id=0)
-    duo.same(PROMPT, config, tokenizer=tokenizer, native="tokenizer")
-
-
 def test_training_mode() -> None:
     with seam.duo() as duo:
         for model in (duo.plain, duo.served):
@@ -142,9 +126,9 @@ def test_autocast(duo: seam.Duo) -> None:
 def test_options_of_the_models_generation_config() -> None:
     with seam.duo() as duo:
         for model in (duo.plain, duo.served):
-            model.generation_config.repetition_penalty = 1.5
-        duo.same(PROMPT, max_new_tokens=NEW, native="RepetitionPenalty")
-        duo.same(PROMPT, max_new_tokens=NEW, repetition_penalty=1.0)
+            model.generation_config.num_beams = 2
+        duo.same(PROMPT, max_new_tokens=NEW, native="beam_search")
+        duo.same(PROMPT, max_new_tokens=NEW, num_beams=1)
 
 
 def test_beyond_the_models_positions() -> None:
@@ -169,7 +153,7 @@ def test_criteria_and_processors_of_known_kinds_are_served(duo: seam.Duo) -> Non
         call = {"logits_processor": LogitsProcessorList([least]), "eos_token_id": tokens[0], "pad_token_id": 0}
         duo.same(PROMPT, max_new_tokens=NEW, **call)
     other = MinNewTokensLengthLogitsProcessor(6, 4, tokens[0])
-    duo.same(PROMPT, max_new_tokens=NEW, logits_processor=LogitsProcessorList([other]), native="MinNewTokens")
+    duo.same(PROMPT, max_new_tokens=NEW, logits_processor=LogitsProcessorList([other]))
 
 
 def test_a_call_leaves_the_callers_lists_alone(duo: seam.Duo) -> None:
@@ -182,11 +166,11 @@ def test_a_call_leaves_the_callers_lists_alone(duo: seam.Duo) -> None:
 def test_each_call_is_counted_under_its_reason() -> None:
     with seam.duo() as duo:
         for _ in range(3):
-            duo.served.generate(PROMPT, max_new_tokens=2, repetition_penalty=1.5)
+            duo.served.generate(PROMPT, max_new_tokens=2, guidance_scale=1.5)
         duo.served.generate(PROMPT, max_new_tokens=2, num_beams=2)
         duo.served.generate(PROMPT, max_new_tokens=2)
         assert duo.engine.stats().native_calls == {
-            "logits processor RepetitionPenaltyLogitsProcessor": 3,
+            "logits processor UnbatchedClassifierFreeGuidanceLogitsProcessor calls the model itself": 3,
             "generation mode beam_search": 1,
         }
         assert duo.engine.stats().output_tokens == 2
@@ -196,9 +180,9 @@ def test_each_call_is_counted_under_its_reason() -> None:
     ("reason", "call"),
     [
         ("generation mode beam_search", {"num_beams": 3}),
-        ("logits processor RepetitionPenaltyLogitsProcessor", {"repetition_penalty": 1.5}),
+        ("UnbatchedClassifierFreeGuidanceLogitsProcessor", {"guidance_scale": 1.5}),
         ("argument position_ids", {"position_ids": torch.arange(6)[None]}),
-        ("option output_scores", {"output_scores": True, "return_dict_in_generate": True}),
+        ("option output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
     ],
 )
 def test_fallback_error(reason: str, call: dict[str, Any]) -> None:
@@ -214,7 +198,7 @@ def test_fallback_error_puts_nothing_into_the_streamer() -> None:
     with seam.duo(options={"fallback": "error"}) as duo:
         recorder = seam.Recorder()
         with pytest.raises(hf_cb.UnsupportedCallError):
-            duo.served.generate(PROMPT, max_new_tokens=NEW, repetition_penalty=1.5, streamer=recorder)
+            duo.served.generate(PROMPT, max_new_tokens=NEW, guidance_scale=1.5, streamer=recorder)
         assert recorder.events == []
 
 

@@ -139,11 +139,11 @@ def test_without_a_seed_a_call_draws_once_whatever_its_length(duo: seam.Duo) -> 
 def test_a_native_call_with_a_seed_leaves_the_global_generator_alone(duo: seam.Duo) -> None:
     prompt = seam.prompts(6)[0][None]
     before = torch.get_rng_state()
-    call = {"do_sample": True, "temperature": 3.0, "repetition_penalty": 1.2, "max_new_tokens": NEW}
-    first = duo.same(prompt, seed=9, native="RepetitionPenalty", **call)
+    call = {"do_sample": True, "temperature": 3.0, "guidance_scale": 1.2, "max_new_tokens": NEW}
+    first = duo.same(prompt, seed=9, native="Guidance", **call)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(duo.same(prompt, seed=9, native="RepetitionPenalty", **call), first)
-    assert not torch.equal(duo.same(prompt, seed=10, native="RepetitionPenalty", **call), first)
+    assert torch.equal(duo.same(prompt, seed=9, native="Guidance", **call), first)
+    assert not torch.equal(duo.same(prompt, seed=10, native="Guidance", **call), first)
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 1.5, True, "7"])
@@ -159,16 +159,16 @@ def test_warpers_passed_by_the_caller(duo: seam.Duo) -> None:
     usual = LogitsProcessorList([TemperatureLogitsWarper(3.0), TopKLogitsWarper(5)])
     duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=usual, max_new_tokens=NEW)
     unusual = LogitsProcessorList([TopPLogitsWarper(0.6), TemperatureLogitsWarper(3.0)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=unusual, max_new_tokens=NEW, native="order")
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=unusual, max_new_tokens=NEW)
     twice = LogitsProcessorList([TemperatureLogitsWarper(3.0), TemperatureLogitsWarper(2.0)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=twice, max_new_tokens=NEW, native="two")
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=twice, max_new_tokens=NEW)
     other_filter = LogitsProcessorList([TopKLogitsWarper(5, filter_value=-1.0)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=other_filter, max_new_tokens=NEW, native="TopK")
+    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=other_filter, max_new_tokens=NEW)
 
 
 # -- the distribution -----------------------------------------------------------------------------------------------------
 
-DRAWS = 1500
+DRAWS = 1000
 
 
 def distance(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -183,23 +183,34 @@ def distance(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     return float((((observed - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"temperature": 4.0, "top_k": 0}, {"temperature": 6.0, "top_k": 12}, {"temperature": 6.0, "top_k": 0, "top_p": 0.6}],
-    ids=["temperature", "top_k", "top_p"],
-)
-def test_distribution(duo: seam.Duo, options: dict[str, Any]) -> None:
-    prompt = seam.prompts(4)[0]
-    with torch.no_grad():
-        logits = duo.plain(prompt[None]).logits[:, -1]
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(options["temperature"])])
-    if options["top_k"]:
-        warpers.append(TopKLogitsWarper(options["top_k"]))
-    if "top_p" in options:
-        warpers.append(TopPLogitsWarper(options["top_p"]))
-    want = warpers(prompt[None], logits).softmax(-1)[0]
-    results = duo.engine.generate_batch([prompt] * DRAWS, do_sample=True, max_new_tokens=1, seed=0, **options)
-    counts = torch.bincount(torch.tensor([result.tokens[0] for result in results]), minlength=models.VOCAB)
-    assert not counts[want == 0].any()
-    assert distance(counts, want) < 4
-    assert distance(counts, logits.softmax(-1)[0]) > 20  # it can tell
+WARPERS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 4.0},
+    "top_k": {"temperature": 6.0, "top_k": 12},
+    "top_p": {"temperature": 6.0, "top_p": 0.6},
+    "min_p": {"temperature": 6.0, "min_p": 0.4},
+    "typical_p": {"temperature": 6.0, "typical_p": 0.6},
+    "top_h": {"temperature": 6.0, "top_h": 0.6},
+    "epsilon": {"temperature": 6.0, "epsilon_cutoff": 0.01},
+    "eta": {"temperature": 6.0, "eta_cutoff": 0.5},
+    "penalty": {"temperature": 4.0, "repetition_penalty": 3.0, "suppress_tokens": list(range(60, 100))},
+    "all": {"temperature": 6.0, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 2.0},
+}
+
+
+def draws(duo: seam.Duo, prompt: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(how often each token was drawn, the probabilities by plain generate's own scores)."""
+    call = {"do_sample": True, "max_new_tokens": 1, "top_k": 0, **options}
+    scores = duo.plain.generate(prompt, **call, return_dict_in_generate=True, output_scores=True).scores[0]
+    tokens = duo.served.generate(prompt, **call, num_return_sequences=DRAWS, seed=0)[:, -1]
+    return torch.bincount(tokens, minlength=models.VOCAB), scores[0].softmax(-1)
+
+
+def test_distributions_in_one_batch(duo: seam.Duo) -> None:
+    prompt = seam.prompts(4)[0][None]
+    usual = duo.plain(prompt).logits[0, -1].detach().softmax(-1)
+    with ThreadPoolExecutor(len(WARPERS)) as threads:
+        found = list(threads.map(lambda options: draws(duo, prompt, options), WARPERS.values()))
+    for name, (counts, want) in zip(WARPERS, found, strict=True):
+        assert not counts[want == 0].any(), name
+        assert distance(counts, want) < 4, name
+        assert distance(counts, usual) > 20, name  # it can tell

@@ -99,3 +99,16 @@ def test_any_step(case: tuple[list[ScheduledRow], int]) -> None:
     assert batch.logits_indices.tolist() == ends
     assert batch.sampling_ids == tuple(row.request_id for row in rows if row.samples)
     assert (step.max_seqlen_q, step.max_seqlen_k) == (max(step.query_lens), max(step.key_lens))
+
+
+def test_logits_of_prompts() -> None:
+    rows = (
+        ScheduledRow(2, 5, (11,), (0, 1), True),
+        ScheduledRow(1, 3, (12, 13, 14, 15), (2, 3), False),
+        ScheduledRow(3, 0, (16, 17), (4,), True),
+    )
+    wanted = {1: lambda start, end: range(max(start, 4), min(end, 6)), 3: lambda start, end: range(start, start)}
+    batch = build_input_batch(SchedulerOutput(rows, 7), 4, CPU, wanted)
+    assert batch.sampling_ids == (2, 3)
+    assert batch.prompt_parts == ((1, 4, 2),)
+    assert batch.logits_indices.tolist() == [0, 6, 2, 3]

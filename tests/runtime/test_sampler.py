@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from hf_cb.request import Request, SamplingParams
+from hf_cb.runtime.logprobs import PromptLogprobs
 from hf_cb.runtime.sampler import RowState, sample
 
 VOCAB = 40
@@ -115,6 +116,18 @@ def test_a_row_without_probabilities_fails_alone(bad: float) -> None:
     assert sampled.tokens[2] == by_transformers(logits[None, 2], PARAMS[0])[0]
 
 
-def test_a_request_that_does_not_sample_has_no_generator() -> None:
-    assert state(SamplingParams(seed=4)).generator is None
-    assert state(SamplingParams(do_sample=True, seed=4)).generator is not None
+def test_a_request_that_does_not_sample_draws_nothing() -> None:
+    assert state(SamplingParams(seed=4)).draws is None
+    assert state(SamplingParams(do_sample=True, seed=4)).draws is not None
+
+
+def test_prompt_positions_that_were_never_computed() -> None:
+    """Whoever skips a part of the prompt makes an error of it, not a wrong answer."""
+    prompt = PromptLogprobs((1, 2, 3, 4, 5), 1)
+    assert prompt.wanted(2, 9) == range(2, 4)
+    prompt.note(2, torch.zeros(2, VOCAB))
+    assert not prompt.is_whole
+    prompt.note(0, torch.zeros(3, VOCAB))
+    prompt.note(3, torch.zeros(1, VOCAB))
+    assert prompt.wanted(0, 9) == range(4, 4)
+    assert prompt.is_whole

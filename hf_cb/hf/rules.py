@@ -1,0 +1,182 @@
+"""Logits processors and stopping criteria that the engine has no field for: run as they are, each row by itself.
+
+plain generate calls them once a step with the whole batch, [batch, n] ids and [batch, vocab] scores. Here each row calls them
+once per token of its own with [1, n] and [1, vocab], its padding included: what plain generate gives that row when it is alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers.generation import logits_process
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
+
+
+class GoNativeError(Exception):
+    """Raised inside the seam: this call runs natively. The message is the reason."""
+
+
+class OwnRules:
+    """One row's processors and criteria (`hf_cb.request.RowRules`), and what its caller wants to know of each token."""
+
+    def __init__(
+        self,
+        row: torch.Tensor,
+        max_new_tokens: int,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        keep_scores: bool = False,
+        keep_logits: bool = False,
+    ) -> None:
+        """`row`: [1, n] ids, its padding included."""
+        self._length = row.shape[1]
+        with torch.inference_mode(False):  # else the engine's thread could not write into it
+            self._ids = torch.empty((1, self._length + max_new_tokens), dtype=row.dtype, device=row.device)
+        self._ids[:, : self._length] = row
+        self._processors = processors
+        self._criteria = criteria
+        self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None  # [1, vocab] each
+        self.logits: tuple[torch.Tensor, ...] | None = () if keep_logits else None
+        self.error: Exception | None = None  # the caller's own, with its traceback
+
+    def process(self, logits: Any) -> Any:
+        """Scores [1, vocab] for the next token."""
+        logits = logits.to(self._ids.device)
+        if self.logits is not None:
+            self.logits += (logits,)  # the tensor itself: as in plain generate, a processor that works in place shows here
+        try:
+            return self._processors(self._history(), logits) if self._processors else logits
+        except Exception as error:
+            self.error = error
+            raise
+
+    def accept(self, token: int, scores: Any) -> bool:
+        """Append the token and ask the criteria."""
+        self._ids[0, self._length] = token
+        self._length += 1
+        if self.scores is not None:
+            self.scores += (scores.to(self._ids.device, copy=True),)
+        if not self._criteria:
+            return False
+        try:
+            return bool(self._criteria(self._history(), self.scores).all())
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _history(self) -> Any:
+        """Prompt and output so far, [1, n]."""
+        return self._ids[:, : self._length]
+
+
+def processors_of_row(processors: Iterable[Any], row: int, num_rows: int, num_prompts: int) -> LogitsProcessorList:
+    """The processors as they are for one row of a call. Raises GoNativeError for one that may mix rows, or calls the model."""
+    found = LogitsProcessorList()
+    for processor in processors:
+        kind = type(processor)
+        if kind is UnbatchedClassifierFreeGuidanceLogitsProcessor:
+            raise GoNativeError(f"logits processor {kind.__name__} calls the model itself")
+        if num_rows > 1:
+            processor = _adapted(processor, row, num_rows // num_prompts)
+        found.append(processor)
+    return found
+
+
+def criteria_of_row(criteria: Iterable[Any], num_rows: int, has_eos: bool) -> StoppingCriteriaList:
+    """The criteria as they are for one row of a call. Raises GoNativeError where rows would not be as if alone."""
+    found = StoppingCriteriaList(criteria)
+    if num_rows > 1 and found:
+        if not has_eos:  # then plain generate goes on with rows that have stopped, until all have
+            raise GoNativeError("stopping criteria for several rows without an end-of-sequence token")
+        for criterion in found:
+            if type(criterion) not in (MaxTimeCriteria, StopStringCriteria):
+                raise GoNativeError(f"stopping criterion {type(criterion).__name__} for several rows: it may look across them")
+    return found
+
+
+def _adapted(processor: Any, row: int, rows_per_prompt: int) -> Any:
+    kind = type(processor)
+    if kind in _ROW_BY_ROW:
+        return processor
+    adapt = _ADAPTED.get(kind)
+    if adapt is not None:
+        return adapt(processor, row, rows_per_prompt)
+    if getattr(processor, "supports_continuous_batching", None) is True:
+        return processor  # it says so itself
+    raise GoNativeError(f"logits processor {kind.__name__} for several rows: it may look across them")
+
+
+def _repetition(processor: RepetitionPenaltyLogitsProcessor, row: int, rows_per_prompt: int) -> Any:
+    ignored = processor.prompt_ignore_length
+    if not isinstance(ignored, torch.Tensor):
+        return processor
+    return RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[row : row + 1])
+
+
+def _prefix(processor: PrefixConstrainedLogitsProcessor, row: int, rows_per_prompt: int) -> Any:
+    allowed, batch_id = processor._prefix_allowed_tokens_fn, row // rows_per_prompt
+    return PrefixConstrainedLogitsProcessor(lambda _, sentence: allowed(batch_id, sentence), 1)
+
+
+def _encoder_ids(processor: Any, row: int, rows_per_prompt: int) -> Any:
+    own = copy.copy(processor)
+    prompt = row // rows_per_prompt
+    if hasattr(own, "encoder_input_ids"):
+        own.encoder_input_ids = own.encoder_input_ids[prompt : prompt + 1]
+    else:
+        own.batch_size, own.generated_ngrams = 1, own.generated_ngrams[prompt : prompt + 1]
+    return own
+
+
+def _stateful(processor: Any, row: int, rows_per_prompt: int) -> Any:
+    if processor.state is not None:
+        raise GoNativeError(f"logits processor {type(processor).__name__} has begun with another batch")
+    return copy.copy(processor)
+
+
+def _known(*names: str) -> tuple[Any, ...]:
+    """Those of transformers' processors that the installed version has."""
+    return tuple(kind for name in names if (kind := getattr(logits_process, name, None)) is not None)
+
+
+# They look at each row by itself, and keep nothing between two calls but what is the same for all rows.
+_ROW_BY_ROW = _known(
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+    "WatermarkLogitsProcessor",
+)
+# They hold something of each row of the batch: (processor, row, rows per prompt) -> the row's own.
+_Adapt = Callable[[Any, int, int], Any]
+_ADAPTED: dict[Any, _Adapt] = {
+    RepetitionPenaltyLogitsProcessor: _repetition,
+    PrefixConstrainedLogitsProcessor: _prefix,
+    **dict.fromkeys(_known("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor"), _encoder_ids),
+    **dict.fromkeys(_known("SynthIDTextWatermarkLogitsProcessor"), _stateful),
+}

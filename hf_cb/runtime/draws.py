@@ -1,0 +1,91 @@
+"""Draws: `torch.multinomial` of one token, with a generator of the request's own.
+
+torch draws by a race: token i's time is exponential with its probability as rate, and the first one wins. On a CPU most of the
+cost are the exponentials of all the tokens that have no chance. `MersenneDraws` takes the same numbers from numpy's generator,
+which is the same and faster, and works out the times of those alone that can win. Whether this torch's numbers are those is
+tried once, by comparing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+_BITS = 53  # of a double's fraction
+_HIGH_BITS = 21  # that a float32 holds as they are
+_SLACK = 1 + 1e-5  # far above a quotient's rounding
+
+
+class Draws(Protocol):
+    """A request's source of chance."""
+
+    def draw(self, probs: torch.Tensor) -> int:
+        """A token by probs [vocab] float32. Raises RuntimeError, as torch does, if those are none."""
+
+
+class TorchDraws:
+    """torch's own."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(self, probs: torch.Tensor) -> int:
+        """A token by probs [vocab]."""
+        return int(torch.multinomial(probs, 1, generator=self._generator))
+
+
+class MersenneDraws:
+    """The same tokens from the same seed, on a CPU."""
+
+    def __init__(self, seed: int) -> None:
+        self._words = _mersenne_twister(seed)
+
+    def draw(self, probs: torch.Tensor) -> int:
+        """A token by probs [vocab]."""
+        p = probs.numpy()
+        best = int(p.argmax())
+        if not (np.isfinite(p[best]) and p[best] > 0):  # argmax finds a NaN, too
+            torch.multinomial(probs, 1)  # raises what it has to say
+        words = self._words.integers(0, 1 << 64, size=len(p), dtype=np.uint64) & np.uint64((1 << _BITS) - 1)
+        # A time is no shorter than its uniform number, so what is slower by that number than the best token cannot win.
+        limit = p * np.float32(_SLACK * 2.0**_HIGH_BITS * _times(words[best]) / p[best])
+        runners = np.flatnonzero((words >> np.uint64(_BITS - _HIGH_BITS)).astype(np.int32).astype(np.float32) < limit)
+        with np.errstate(divide="ignore"):  # a time of zero wins
+            return int(runners[np.argmax(p[runners] / _times(words[runners]))]) if len(runners) else best
+
+
+def draws(seed: int, device: torch.device) -> Draws:
+    """A source for one request."""
+    if device.type == "cpu" and _torch_is_mersenne():
+        return MersenneDraws(seed)
+    return TorchDraws(seed, device)
+
+
+def _mersenne_twister(seed: int) -> np.random.Generator:
+    """numpy's generator in the state that torch's has after `manual_seed`, which takes the low 32 bits."""
+    state: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)
+    bits = np.random.MT19937()
+    bits.state = {"bit_generator": "MT19937", "state": state["state"]}
+    return np.random.Generator(bits)
+
+
+def _times(words: np.ndarray) -> np.ndarray:
+    """Exponential times, float32, from 53 random bits each."""
+    return (-np.log1p(words * -(2.0**-_BITS))).astype(np.float32)
+
+
+@functools.cache
+def _torch_is_mersenne() -> bool:
+    """Whether this torch makes its exponential numbers of the same bits in the same way."""
+    seed, words = 20, _mersenne_twister(20)
+    generator = torch.Generator().manual_seed(seed)
+    for length in (1, 7, 3000):
+        times = torch.empty(length).exponential_(generator=generator).numpy()
+        if not np.array_equal(
+            times, _times(words.integers(0, 1 << 64, size=length, dtype=np.uint64) & np.uint64((1 << _BITS) - 1))
+        ):
+            return False
+    return True

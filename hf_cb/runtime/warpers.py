@@ -1,0 +1,130 @@
+"""Warpers: the common logits processors of transformers for many rows at once, each row with its own setting.
+
+The arithmetic of every row is transformers' to the bit, in float32: the same operations on the row's own numbers, whoever
+stands beside it. Scores are changed in place; a row whose option is off is left as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from hf_cb.request import SamplingParams
+from hf_cb.runtime.head import filter_by_head
+
+
+class SeenTokens:
+    """The distinct token ids of one row so far, in the order of their first coming."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        first = list(dict.fromkeys(tokens))
+        self._known = set(first)
+        self._ids = np.array(first, np.int64)
+        self._length = len(first)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[n] int64."""
+        return self._ids[: self._length]
+
+    def add(self, token: int) -> None:
+        """Note a token of the output."""
+        if token in self._known:
+            return
+        self._known.add(token)
+        if self._length == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty(max(16, self._length), np.int64)])
+        self._ids[self._length] = token
+        self._length += 1
+
+
+def penalise_repetition(scores: torch.Tensor, rows: Sequence[tuple[int, float, SeenTokens]]) -> None:
+    """Divide the positive and multiply the negative scores of seen tokens. `rows`: (row of scores, penalty, its tokens)."""
+    vocab_size = scores.shape[-1]
+    by_penalty: dict[float, list[tuple[int, SeenTokens]]] = {}
+    for row, penalty, seen in rows:
+        by_penalty.setdefault(penalty, []).append((row, seen))
+    for penalty, members in by_penalty.items():  # a scalar each: on a GPU that is another division than by a tensor
+        at = _positions([(row, seen.ids) for row, seen in members], vocab_size, scores.device)
+        if at is not None:
+            score = scores[at]
+            scores[at] = torch.where(score < 0, score * penalty, score / penalty)
+
+
+def forbid(scores: torch.Tensor, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Take all probability from these tokens: (row of scores, ids); ids outside the vocabulary are never sampled anyway."""
+    at = _positions([(row, np.array(ids)) for row, ids in tokens], scores.shape[-1], scores.device)
+    if at is not None:
+        scores[at] = -math.inf
+
+
+def _positions(
+    tokens: Sequence[tuple[int, np.ndarray]], vocab_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Row and column indices of token ids, those outside the vocabulary left out; None if there are none."""
+    inside = [(row, ids[(ids >= 0) & (ids < vocab_size)].astype(np.int64)) for row, ids in tokens]
+    if not any(len(ids) for _, ids in inside):
+        return None
+    rows = np.repeat([row for row, _ in inside], [len(ids) for _, ids in inside])
+    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate([ids for _, ids in inside])).to(device)
+
+
+def warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Temperature, top-k, top-p, min-p of each row of scores [n, vocab], in this order."""
+    hot = [p.temperature for p in params]
+    if any(value != 1.0 for value in hot):
+        _temperature(scores, hot)
+    # On a GPU sorting is cheap, and looking whether a row is certain would wait for the device.
+    left = filter_by_head(scores, params) if scores.device.type == "cpu" else list(range(len(params)))
+    for option, is_on, apply in _FILTERS:
+        members = [i for i in left if is_on(params[i])]
+        if not members:
+            continue
+        values = [float(getattr(params[i], option)) for i in members]
+        index = torch.tensor(members, device=scores.device)
+        scores.index_copy_(0, index, apply(scores.index_select(0, index), values))
+    return scores
+
+
+def _column(values: Sequence[float], scores: torch.Tensor) -> torch.Tensor:
+    """One value per row, [n, 1], rounded to float32 as a scalar is."""
+    return torch.tensor(values, dtype=scores.dtype, device=scores.device)[:, None]
+
+
+def _temperature(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    divisors = _column(values, scores)
+    if scores.is_cuda:  # there, dividing by a scalar is multiplying by its reciprocal
+        return scores.mul_(divisors.reciprocal())
+    return scores.div_(divisors)
+
+
+def _top_k(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    ks = [min(int(k), scores.size(-1)) for k in values]
+    best = torch.topk(scores, max(ks))[0]
+    least = best.gather(1, torch.tensor(ks, device=scores.device)[:, None] - 1)
+    return scores.masked_fill_(scores < least, -math.inf)
+
+
+def _top_p(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    ascending, order = torch.sort(scores, descending=False)
+    drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= _column([1 - p for p in values], scores)
+    drop[..., -1:] = False  # the most probable token always stays
+    return scores.masked_fill_(drop.scatter(1, order, drop), -math.inf)
+
+
+def _min_p(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    probs = scores.softmax(dim=-1)
+    best, order = probs.max(dim=-1, keepdim=True)
+    drop = (probs < _column(values, scores) * best).scatter_(1, order, False)
+    return scores.masked_fill_(drop, -math.inf)
+
+
+_Apply = Callable[[torch.Tensor, Sequence[float]], torch.Tensor]
+_FILTERS: tuple[tuple[str, Callable[[SamplingParams], bool], _Apply], ...] = (
+    ("top_k", lambda p: p.top_k != 0, _top_k),
+    ("top_p", lambda p: p.top_p < 1.0, _top_p),
+    ("min_p", lambda p: p.min_p > 0.0, _min_p),
+)

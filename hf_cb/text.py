@@ -1,0 +1,69 @@
+"""Text as it comes: a handle's tokens, decoded piece by piece."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hf_cb.handle import GenerationHandle
+
+_BROKEN = "\ufffd"  # what decoders put for bytes that are no character, or not yet
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def stream_text(handle: GenerationHandle, tokenizer: Any, *, skip_special_tokens: bool = True, **decode: Any) -> Iterator[str]:
+    """Yield the text of a request as it comes, in pieces that are never empty and never hold half a character.
+
+    Joined, they are exactly `tokenizer.decode(tokens, skip_special_tokens=..., **decode)` of all output tokens: a character
+    that the whole has as a replacement character, since its bytes are none, is one here too. `tokenizer`: one of transformers',
+    slow or fast. Raises what the handle raises, after the text that came before.
+    """
+    decoder = _Decoder(tokenizer, {"skip_special_tokens": skip_special_tokens, **decode})
+    sent = taken = 0
+    for _ in handle:
+        tokens = handle.tokens
+        if len(tokens) == taken:  # taken with an earlier one: a reader that is slower than the engine decodes less often
+            continue
+        taken = len(tokens)
+        text = decoder.settled(tokens)
+        if len(text) > sent:
+            yield text[sent:]
+            sent = len(text)
+    rest = decoder.decode(handle.tokens)[sent:]
+    if rest:
+        yield rest
+
+
+class _Decoder:
+    """Decodes from the first token at each turn: what a token reads as depends on those before it."""
+
+    def __init__(self, tokenizer: Any, options: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._skipped = frozenset(tokenizer.all_special_ids) if options["skip_special_tokens"] else frozenset()
+        clean = options.get("clean_up_tokenization_spaces")
+        self._cleans = tokenizer.clean_up_tokenization_spaces if clean is None else clean
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens."""
+        text: str = self._tokenizer.decode(list(tokens), **self._options)
+        return text
+
+    def settled(self, tokens: Sequence[int]) -> str:
+        """The part of their text that stays as it is, whatever tokens follow."""
+        text = self.decode(tokens[: self._end(tokens)]).rstrip(_BROKEN)
+        if self._cleans:  # a word that follows may close up with the last one
+            text = text[: max(0, text.rfind(" "))]
+        return text
+
+    def _end(self, tokens: Sequence[int]) -> int:
+        """Where a run of byte tokens at the end begins: one bad byte would break all of its characters."""
+        end = len(tokens)
+        for index in range(len(tokens) - 1, -1, -1):
+            if tokens[index] in self._skipped:
+                continue
+            if not _BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(tokens[index]) or ""):
+                break
+            end = index
+        return end

@@ -1,0 +1,72 @@
+"""Log-probabilities through submit: those of the model's own logits, whatever chunks, neighbours and preemptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import seam
+import torch
+
+NEW = 10
+PROMPTS = seam.prompts(9, 1, 17, 5, 12, 2, 14, 8)
+ENGINES: dict[str, dict[str, Any]] = {
+    "together": {},
+    "token budget 8": {"max_batch_tokens": 8},
+    "small pool": {"block_size": 4, "num_blocks": 12},
+}
+
+
+def truth(model: Any, ids: list[int]) -> torch.Tensor:
+    """[n - 1, vocab]: row i is about token i + 1."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+
+def check(got: Any, logprobs: torch.Tensor, token: int, count: int) -> None:
+    assert got.logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+    values, ids = logprobs.topk(count)
+    assert got.top_logprobs == pytest.approx(values.tolist(), abs=1e-4)
+    assert list(got.top_ids) == ids.tolist()
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_output_and_prompt(options: dict[str, Any]) -> None:
+    with seam.duo(options=options) as duo:
+        call = {"max_new_tokens": NEW, "do_sample": True, "temperature": 2.0, "repetition_penalty": 1.3}
+        handles = [
+            duo.engine.submit(prompt, seed=i, logprobs=i % 4, prompt_logprobs=i % 3, **call) for i, prompt in enumerate(PROMPTS)
+        ]
+        plain = duo.engine.submit(PROMPTS[0], seed=0, **call).result()
+        results = [handle.result() for handle in handles]
+        assert (duo.engine.stats().preemptions > 0) == ("num_blocks" in options)
+    assert plain.tokens == results[0].tokens
+    assert plain.logprobs is plain.prompt_logprobs is None
+    for i, (prompt, result) in enumerate(zip(PROMPTS, results, strict=True)):
+        ids = [*prompt.tolist(), *result.tokens]
+        logprobs, n = truth(duo.plain, ids), len(prompt)
+        assert result.logprobs is not None
+        assert result.prompt_logprobs is not None
+        assert (len(result.prompt_logprobs), len(result.logprobs)) == (n, NEW)
+        assert result.prompt_logprobs[0] is None
+        for place, got in enumerate(result.prompt_logprobs[1:]):
+            check(got, logprobs[place], ids[place + 1], i % 3)
+        for place, got in enumerate(result.logprobs, start=n - 1):
+            check(got, logprobs[place], ids[place + 1], i % 4)
+
+
+def test_more_than_the_vocabulary_has() -> None:
+    with seam.duo() as duo:
+        result = duo.engine.submit(PROMPTS[0], max_new_tokens=2, logprobs=1000).result()
+    assert result.logprobs is not None
+    assert [len(place.top_ids) for place in result.logprobs] == [models.VOCAB] * 2
+
+
+def test_one_that_ends_at_once() -> None:
+    with seam.duo() as duo:
+        call = {"max_new_tokens": NEW, "eos_token_id": list(range(models.VOCAB))}
+        result = duo.engine.submit(PROMPTS[2], prompt_logprobs=2, **call).result()
+    assert result.logprobs is None
+    assert result.prompt_logprobs is not None
+    assert (len(result.tokens), len(result.prompt_logprobs)) == (1, 17)

@@ -1,0 +1,53 @@
+"""Draws against torch.multinomial: the same tokens from the same seed, and its errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_cb.runtime import draws
+from hf_cb.runtime.draws import MersenneDraws, TorchDraws
+
+CPU = torch.device("cpu")
+SCALES = (0.01, 1.0, 3.0, 10.0, 80.0)
+
+mersenne = pytest.mark.skipif(not draws._torch_is_mersenne(), reason="this torch makes its exponential numbers otherwise")
+
+
+def rows(vocab: int, seed: int) -> list[torch.Tensor]:
+    """Flat and peaked ones, and some of which little is left."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = [torch.randn(vocab, generator=generator) * scale for scale in SCALES for _ in range(6)]
+    for i, row in enumerate(scores[::2]):
+        row[torch.randperm(vocab, generator=generator)[1 + i :]] = -torch.inf
+    return [row.softmax(-1) for row in scores]
+
+
+@mersenne
+@pytest.mark.parametrize("vocab", [1, 2, 40, 1000, 49152])
+@pytest.mark.parametrize("seed", [0, 7, (1 << 32) + 5, (1 << 63) - 1])
+def test_the_same_tokens(vocab: int, seed: int) -> None:
+    ours, theirs = MersenneDraws(seed), TorchDraws(seed, CPU)
+    for probs in rows(vocab, seed % 1000):
+        assert ours.draw(probs) == theirs.draw(probs)
+
+
+@mersenne
+@pytest.mark.parametrize("bad", [[0.5, float("nan")], [0.0, 0.0], [float("inf"), 1.0]])
+def test_the_same_errors(bad: list[float]) -> None:
+    messages = []
+    for source in (MersenneDraws(1), TorchDraws(1, CPU)):
+        with pytest.raises(RuntimeError) as caught:
+            source.draw(torch.tensor(bad))
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_torch_with_other_numbers_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "_times", lambda words: np.zeros(len(words), np.float32))
+    draws._torch_is_mersenne.cache_clear()
+    try:
+        assert isinstance(draws.draws(5, CPU), TorchDraws)
+    finally:
+        draws._torch_is_mersenne.cache_clear()
