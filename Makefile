@@ -26,7 +26,7 @@ test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
 bench: $(VENV)/.demo ## throughput against other ways to run the same model (MODEL=id or folder, ARGS=more options)
 	$(BIN)/python -m benchmarks.throughput $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
-peers: $(VENV)/.demo ## vLLM for CPUs and OpenVINO GenAI for the benchmark, each in an environment of its own (3 GB)
+peers: $(VENV)/.demo ## vLLM for CPUs and OpenVINO GenAI for the benchmark, each in an environment of its own (5 GB)
 	$(BIN)/python -m benchmarks.peer_environments vllm openvino
 
 clean: ## remove the environment and all that was built
