@@ -23,7 +23,8 @@ def measure(model: Any, source: Sequence[int], repeats: int, scale: float = 1.0,
     new_tokens = max(2, round(NEW_TOKENS * scale))
     rates: dict[str, list[float]] = {"plain": [], "hf_cb": []}
     outputs: dict[str, torch.Tensor] = {}
-    with peers.installed(model, **options), machine.usage() as usage:
+    # Without the prefix cache: the prompt is the same in every round, and plain generate computes it every time.
+    with peers.installed(model, **{"prefix_cache": False, **options}), machine.usage() as usage:
         # install() gives this instance a `generate` of its own; the class keeps the plain one.
         ways = {"plain": lambda **kwargs: type(model).generate(model, **kwargs), "hf_cb": model.generate}
         for round_ in tqdm(range(-1, repeats), desc="one request alone", unit="round", leave=False):
