@@ -36,7 +36,8 @@ def measure(
     seconds: dict[str, list[float]] = {}
     tokens: dict[str, list[int]] = {}
     pids = [peer.pid for peer in (externals or {}).values()]
-    with peers.installed(model, **options), machine.usage(*pids) as usage:
+    # Without the prefix cache: the prompt is the same in every round, and plain generate computes it every time.
+    with peers.installed(model, **{"prefix_cache": False, **options}), machine.usage(*pids) as usage:
         # install() gives this instance a `generate` of its own; the class keeps the plain one.
         ways = {"plain": _by_generate(item, lambda **kwargs: type(model).generate(model, **kwargs))}
         ways["hf_cb"] = _by_generate(item, model.generate)

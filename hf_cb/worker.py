@@ -11,7 +11,6 @@ Other threads reach it through the inbox only. The rules of that door:
 from __future__ import annotations
 
 import atexit
-import heapq
 import logging
 import os
 import threading
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 
 from hf_cb.admission import QueueLimits
 from hf_cb.core.output import Emission
+from hf_cb.deadlines import Deadlines, has_passed
 from hf_cb.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -70,7 +70,7 @@ class Worker:
         self._forgotten: deque[int] = deque()
         # The worker thread's own:
         self._queues: dict[int, OutputQueue] = {}
-        self._deadlines: list[tuple[float, int, bool]] = []  # (when, request id, whether being admitted would do), a heap
+        self._deadlines = Deadlines()
         _workers.add(self)
 
     # -- the door ---------------------------------------------------------------------------------------------------------
@@ -205,9 +205,9 @@ class Worker:
                     self._park()
                 if self._inbox_is_ready() or self._aborts or (busy and not self._parked):
                     return True
-                if self._deadlines and self._deadlines[0][0] <= time.monotonic():
+                if self._deadlines.is_due:
                     return True
-                self._changed.wait(self._deadlines[0][0] - time.monotonic() if self._deadlines else None)
+                self._changed.wait(self._deadlines.seconds_left())
 
     def _park(self) -> None:
         """A pause holds: tell those who wait for it. With the lock held."""
@@ -262,19 +262,14 @@ class Worker:
         self.machinery.add(request)
         self._queues[request.request_id] = queue
         self.meter.prompt_tokens += len(request.prompt)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id, False))
-        if queue.admit_by is not None:
-            heapq.heappush(self._deadlines, (queue.admit_by, request.request_id, True))
+        self._deadlines.add(queue)
 
     def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            _, request_id, admission_will_do = heapq.heappop(self._deadlines)
-            queue = self._queues.get(request_id)
-            if queue is not None and admission_will_do and not queue.admitted:
-                self._finish(request_id, FinishReason.TIMEOUT, self._never_admitted(request_id))
-            elif not admission_will_do:
+        for request_id, is_for_admission in self._deadlines.due():
+            if not is_for_admission:
                 self._finish(request_id, FinishReason.TIMEOUT)
+            elif request_id in self._queues and not self._queues[request_id].admitted:
+                self._finish(request_id, FinishReason.TIMEOUT, self._never_admitted(request_id))
 
     def _never_admitted(self, request_id: int) -> RequestTimeoutError:
         scheduler = self.machinery.scheduler
@@ -351,8 +346,7 @@ class Worker:
 def _ended_early(queue: OutputQueue, aborts: set[int]) -> FinishReason | None:
     if queue.request.request_id in aborts:
         return FinishReason.CANCELLED
-    ends = [time_ for time_ in (queue.request.deadline, queue.admit_by) if time_ is not None]
-    return FinishReason.TIMEOUT if ends and min(ends) <= time.monotonic() else None
+    return FinishReason.TIMEOUT if has_passed(queue) else None
 
 
 def _failure(emission: Emission) -> RequestFailedError | None:

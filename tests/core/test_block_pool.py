@@ -183,6 +183,15 @@ class PoolMachine(RuleBasedStateMachine):
             if not known:
                 self.content[block] = key
 
+    @rule()
+    def unpublish_all(self):
+        self.pool.unpublish_all()
+        self.content.clear()
+
+    @rule(key=st.sampled_from("abc"))
+    def other_content_under_the_same_key_is_not_found(self, key):
+        assert self.pool.lookup(key, "something else") is None
+
     @invariant()
     def is_sound(self):
         if not hasattr(self, "pool"):

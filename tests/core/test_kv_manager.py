@@ -1,13 +1,13 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.sequence import Sequence
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
-from hf_cb.request import Request
+from hf_cb.request import Request, Service
 
 
 def _sequence(num_tokens: int = 1) -> Sequence:
@@ -123,3 +123,117 @@ class KVMachine(RuleBasedStateMachine):
 
 TestKVMachine = KVMachine.TestCase
 TestKVMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+class SharingMachine(RuleBasedStateMachine):
+    """Sequences over two tokens share, move to the host and back, and are told to forget. What each block holds is written
+    down as the tokens up to its end, so that a block in the wrong table, or one that was written over, is seen."""
+
+    @initialize(num_blocks=st.integers(1, 8), block_size=st.integers(1, 3), num_host_blocks=st.integers(0, 4))
+    def make(self, num_blocks, block_size, num_host_blocks):
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.kv = KVManager(BlockPool(num_blocks), block_size, shares=True, num_host_blocks=num_host_blocks)
+        self.held: list[Sequence] = []
+        self.moved: list[Sequence] = []
+        self.blocks: dict[int, tuple] = {}  # block -> (age of the model, tokens up to its end)
+        self.host: dict[int, tuple] = {}
+        self.age = 0  # goes up when all is forgotten
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from([None, None, "a"]))
+    def admit(self, tokens, salt):
+        seq = Sequence(Request(tuple(tokens), max_new_tokens=9, service=Service(cache_salt=salt)), arrival=0)
+        prefix = self.kv.match_prefix(seq)
+        if prefix is None:
+            assert self.held  # somebody is computing it
+            return
+        assert len(prefix) * self.block_size < len(tokens)
+        for i, block in enumerate(prefix):
+            assert self.blocks[block] == (self.age, salt, tuple(tokens[: (i + 1) * self.block_size]))
+        if seq.num_tokens > self.num_blocks * self.block_size or not self.kv.can_reserve(seq, seq.num_tokens, prefix):
+            return
+        self.kv.adopt(seq, prefix)
+        assert self.kv.reserve(seq, seq.num_tokens) is not None
+        self.held.append(seq)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), num_tokens=st.integers(1, 9), then=st.integers(0, 1))
+    def compute(self, data, num_tokens, then):
+        seq = data.draw(st.sampled_from(self.held))
+        start, end = seq.num_computed_tokens, min(seq.num_tokens, seq.num_computed_tokens + num_tokens)
+        if end > self.num_blocks * self.block_size or self.kv.reserve(seq, end) is None:
+            return
+        for i in range(start // self.block_size, -(-end // self.block_size)):
+            block = seq.block_table[i]
+            assert sum(block in other.block_table for other in self.held) == 1  # what is written to is its own
+            of = seq.tokens[: min(end, (i + 1) * self.block_size)]
+            before = self.blocks.get(block, (None,))[0] if i * self.block_size < start else None
+            age = self.age if before is None else before
+            self.blocks[block] = (age if self._is_pure(seq, i) else -1, seq.request.service.cache_salt, tuple(of))
+        seq.num_computed_tokens = end
+        self.kv.publish(seq)
+        if end == seq.num_tokens:
+            seq.tokens.append(then)
+
+    def _is_pure(self, seq, i):
+        return all(self.blocks[block][0] == self.age for block in seq.block_table[:i])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data):
+        seq = data.draw(st.sampled_from(self.held))
+        self.held.remove(seq)
+        self.kv.release(seq)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def move_out(self, data):
+        seq = data.draw(st.sampled_from(self.held))
+        if self.kv.num_host_blocks_for(seq) is None:
+            return
+        num_tokens = seq.num_computed_tokens
+        for block, host in self.kv.move_out(seq):
+            self.host[host] = self.blocks[block]
+        assert (seq.num_swapped_tokens, seq.num_computed_tokens, seq.block_table) == (num_tokens, 0, ())
+        self.held.remove(seq)
+        self.moved.append(seq)
+
+    @precondition(lambda self: self.moved)
+    @rule(data=st.data(), back=st.booleans())
+    def move_in_or_end(self, data, back):
+        seq = data.draw(st.sampled_from(self.moved))
+        if back and not self.kv.can_reserve(seq, seq.num_swapped_tokens):
+            return
+        self.moved.remove(seq)
+        if not back:
+            self.kv.release(seq)
+            return
+        for host, block in self.kv.move_in(seq):
+            self.blocks[block] = self.host.pop(host)
+        self.held.append(seq)
+
+    @rule()
+    def forget(self):
+        self.kv.forget_prefixes()
+        self.age += 1
+
+    @invariant()
+    def is_sound(self):
+        if not hasattr(self, "kv"):
+            return
+        self.kv.check()
+        for seq in self.held:
+            for i, block in enumerate(seq.block_table[: -(-seq.num_computed_tokens // self.block_size)]):
+                known = min(seq.num_computed_tokens, (i + 1) * self.block_size)
+                assert self.blocks[block][1:] == (seq.request.service.cache_salt, tuple(seq.tokens[:known]))
+        assert self.kv.blocks_used == len({block for seq in self.held for block in seq.block_table})
+
+    def teardown(self):
+        if hasattr(self, "kv"):
+            for seq in (*self.held, *self.moved):
+                self.kv.release(seq)
+            self.kv.check()
+            assert self.kv.blocks_used == self.kv.tokens_stored == 0
+
+
+TestSharingMachine = SharingMachine.TestCase
+TestSharingMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

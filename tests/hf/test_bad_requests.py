@@ -47,7 +47,9 @@ SUBMIT_OPTIONS: list[tuple[str, Any]] = [
     *(("do_sample", value) for value in (1, "yes")),
     *(("seed", value) for value in (-1, 1 << 64, 2.5, "5", True)),
     *(("eos_token_id", value) for value in (-1, 2.5, "5", [3, -1], [[3]], True)),
-    *(("priority", value) for value in ("high", 1.5, [])),
+    *(("priority", value) for value in (1.5, "high", True)),
+    *((name, value) for name in ("tenant", "cache_salt") for value in (3, b"x", True)),
+    *(("patience", value) for value in (0,)),
 ]
 
 

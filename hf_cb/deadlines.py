@@ -1,0 +1,44 @@
+"""Deadlines: when which request is to end if it has not ended, or not even been admitted, by itself."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator
+
+from hf_cb.handle import OutputQueue
+
+
+class Deadlines:
+    """A heap of moments on `time.monotonic()`'s clock. Not thread-safe. What is past is only forgotten by `due`."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, bool]] = []  # (when, request id, whether it is enough to have been admitted)
+
+    def add(self, queue: OutputQueue) -> None:
+        """Watch over a request that came in."""
+        for when, is_for_admission in ((queue.request.deadline, False), (queue.admit_by, True)):
+            if when is not None:
+                heapq.heappush(self._heap, (when, queue.request.request_id, is_for_admission))
+
+    def seconds_left(self) -> float | None:
+        """Until the next one, negative if it has passed; None: there is none."""
+        return self._heap[0][0] - time.monotonic() if self._heap else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether one has passed."""
+        left = self.seconds_left()
+        return left is not None and left <= 0
+
+    def due(self) -> Iterator[tuple[int, bool]]:
+        """Take those that have passed: (request id, whether it is enough to have been admitted)."""
+        while self.is_due:
+            _, request_id, is_for_admission = heapq.heappop(self._heap)
+            yield request_id, is_for_admission
+
+
+def has_passed(queue: OutputQueue) -> bool:
+    """Whether either deadline of a request that was not admitted yet has passed."""
+    ends = [when for when in (queue.request.deadline, queue.admit_by) if when is not None]
+    return bool(ends) and min(ends) <= time.monotonic()
