@@ -9,6 +9,8 @@ import pytest
 import seam
 import torch
 
+from hf_cb.core.output import SchedulerOutput, StepResult
+
 NEW = 10
 PROMPTS = seam.prompts(9, 1, 17, 5, 12, 2, 14, 8)
 ENGINES: dict[str, dict[str, Any]] = {
@@ -70,3 +72,39 @@ def test_one_that_ends_at_once() -> None:
     assert result.logprobs is None
     assert result.prompt_logprobs is not None
     assert (len(result.tokens), len(result.prompt_logprobs)) == (1, 17)
+
+
+def test_a_prompt_that_the_prefix_cache_knows() -> None:
+    """Its keys and values are there, its logits are not."""
+    with seam.duo(options={"block_size": 4}) as duo:
+        first = duo.engine.submit(PROMPTS[2], max_new_tokens=NEW).result()
+        again = duo.engine.submit(PROMPTS[2], max_new_tokens=NEW).result()
+        asked = duo.engine.submit(PROMPTS[2], max_new_tokens=NEW, prompt_logprobs=1).result()
+    assert (first.num_cached_tokens, again.num_cached_tokens, asked.num_cached_tokens) == (0, 16, 0)
+    assert first.tokens == again.tokens == asked.tokens
+    logprobs = truth(duo.plain, [*PROMPTS[2].tolist(), *asked.tokens])
+    assert asked.prompt_logprobs is not None
+    for place, got in enumerate(asked.prompt_logprobs[1:]):
+        check(got, logprobs[place], int(PROMPTS[2][place + 1]), 1)
+
+
+def test_a_step_that_is_computed_in_parts_gives_all_that_belongs_to_its_tokens() -> None:
+    """As after a failure whose culprit is not known yet: log-probabilities, and who stops by rules of its own."""
+    with seam.duo() as duo:
+        runner = duo.engine._worker.machinery.runner  # type: ignore[union-attr]
+        execute = runner.execute
+
+        def one_at_a_time(output: SchedulerOutput) -> StepResult:
+            if len(output.rows) > 1:
+                raise RuntimeError("too many")
+            return execute(output)
+
+        runner.execute = one_at_a_time  # type: ignore[method-assign]
+        handles = [duo.engine.submit(prompt, max_new_tokens=NEW, logprobs=0) for prompt in PROMPTS[:3]]
+        duo.same(PROMPTS[3][None], max_new_tokens=40, stopping_criteria=[lambda ids, scores, **_: ids.shape[1] >= 9])
+        for prompt, handle in zip(PROMPTS, handles, strict=False):
+            result = handle.result()
+            logprobs = truth(duo.plain, [*prompt.tolist(), *result.tokens])
+            assert result.logprobs is not None
+            for place, got in enumerate(result.logprobs, start=len(prompt) - 1):
+                check(got, logprobs[place], result.tokens[place - len(prompt) + 1], 0)
