@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_cb.config import CBConfig
@@ -29,6 +28,7 @@ from hf_cb.errors import (
 from hf_cb.hf.build import build
 from hf_cb.hf.generate import call_arguments, generate, why_native
 from hf_cb.hf.rules import GoNativeError
+from hf_cb.hf.seeds import seeded
 from hf_cb.hf.support import UnservableError
 from hf_cb.hf.twin import Fingerprint
 from hf_cb.options import check_seed, make_service
@@ -84,8 +84,7 @@ class GenerationBackend(abc.ABC):
         with self._plain_lock:
             if seed is None:
                 return self.original(**arguments)
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
+            with seeded(seed):
                 return self.original(**arguments)
 
     @property

@@ -10,9 +10,13 @@ from hf_cb.handle import OutputQueue
 
 
 class Deadlines:
-    """A heap of moments on `time.monotonic()`'s clock. Not thread-safe. What is past is only forgotten by `due`."""
+    """A heap of moments on `time.monotonic()`'s clock. Not thread-safe.
+
+    A request that ended stays in it until its moment has come, or until such are more than half.
+    """
 
     def __init__(self) -> None:
+        self._ended: set[int] = set()
         self._heap: list[tuple[float, int, bool]] = []  # (when, request id, whether it is enough to have been admitted)
 
     def add(self, queue: OutputQueue) -> None:
@@ -20,6 +24,16 @@ class Deadlines:
         for when, is_for_admission in ((queue.request.deadline, False), (queue.admit_by, True)):
             if when is not None:
                 heapq.heappush(self._heap, (when, queue.request.request_id, is_for_admission))
+
+    def forget(self, request_id: int) -> None:
+        """A request has ended. Fine for one that has no deadline."""
+        if not self._heap:
+            return
+        self._ended.add(request_id)
+        if len(self._ended) > 32 + len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if entry[1] not in self._ended]
+            heapq.heapify(self._heap)
+            self._ended.clear()
 
     def seconds_left(self) -> float | None:
         """Until the next one, negative if it has passed; None: there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
             f"{defaults.unserved[0]}: set in the model's generation_config, and submit has no form of it; "
             f"model.generate() serves it"
         )
-    prompt = token_ids(input_ids)
+    prompt = tokenids_of(input_ids)
     max_new_tokens = options.get("max_new_tokens")
     if max_new_tokens is None:
         max_new_tokens = _default_new_tokens(len(prompt), defaults)
@@ -54,7 +55,7 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
     return Request(
         prompt=prompt,
         max_new_tokens=int(max_new_tokens),
-        eos_token_ids=_ids("eos_token_id", options["eos_token_id"]) if "eos_token_id" in options else defaults.eos_token_ids,
+        eos_token_ids=ids_of("eos_token_id", options["eos_token_id"]) if "eos_token_id" in options else defaults.eos_token_ids,
         sampling=_sampling(options, defaults.sampling, draw_seed),
         deadline=service.deadline(),
         service=service,
@@ -87,7 +88,7 @@ def make_service(options: Mapping[str, Any]) -> Service:
     return service
 
 
-def token_ids(input_ids: Any) -> tuple[int, ...]:
+def tokenids_of(input_ids: Any) -> tuple[int, ...]:
     """The ids of one prompt, from a sequence or a tensor of shape [n] or [1, n], n >= 1."""
     ids = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
@@ -96,9 +97,9 @@ def token_ids(input_ids: Any) -> tuple[int, ...]:
         ids = ids[0]
     if not ids:
         raise InvalidArgumentError("input_ids: takes at least one token; got an empty prompt")
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+    if not all(map(_is_int, ids)):
         raise InvalidArgumentError("input_ids: takes one prompt of integer token ids")
-    return tuple(ids)
+    return tuple(map(int, ids))
 
 
 def _default_new_tokens(num_prompt_tokens: int, defaults: Defaults) -> int:
@@ -118,8 +119,8 @@ def _default_new_tokens(num_prompt_tokens: int, defaults: Defaults) -> int:
 
 def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: Callable[[], int]) -> SamplingParams:
     given = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
-    given |= {name: tuple(sorted(_ids(name, given[name]))) for name in _TOKENS if name in given}
     params = replace(defaults, **given)
+    params = replace(params, **{name: tuple(sorted(ids_of(name, getattr(params, name)))) for name in _TOKENS})
     if not isinstance(params.do_sample, bool):
         raise InvalidArgumentError(f"do_sample: takes True or False; got {params.do_sample!r}")
     if not (_is_number(params.temperature) and 0 < params.temperature <= sys.float_info.max):
@@ -137,7 +138,16 @@ def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: C
     seed = options.get("seed")
     if seed is None:
         seed = draw_seed() if params.do_sample else 0
-    return replace(params, seed=check_seed(seed))
+    return replace(
+        params,
+        temperature=float(params.temperature),
+        top_k=int(params.top_k),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        repetition_penalty=float(params.repetition_penalty),
+        min_new_tokens=int(params.min_new_tokens),
+        seed=check_seed(seed),
+    )
 
 
 def check_seed(seed: Any) -> int:
@@ -147,17 +157,18 @@ def check_seed(seed: Any) -> int:
     return int(seed)
 
 
-def _ids(name: str, value: Any) -> frozenset[int]:
+def ids_of(name: str, value: Any) -> frozenset[int]:
+    """One token id or several, in whatever they come. Raises InvalidArgumentError that begins with `name`."""
     value = value.tolist() if hasattr(value, "tolist") else value
     ids = [] if value is None else list(value) if isinstance(value, (Sequence, frozenset, set)) else [value]
     if not all(_is_int(token) and token >= 0 for token in ids):
         raise InvalidArgumentError(f"{name}: takes a token id, several, or None; got {value!r}")
-    return frozenset(ids)
+    return frozenset(map(int, ids))
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)  # numpy's too
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -20,6 +20,7 @@ from hf_cb.engine import Served
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import set_port
 from hf_cb.hf.generate import defaults_of
+from hf_cb.hf.seeds import draw_seed
 from hf_cb.hf.support import Servable, examine
 from hf_cb.hf.twin import shared_tensors
 from hf_cb.hf.weights import WeightWatch
@@ -119,11 +120,6 @@ def _follower(servable: Servable) -> Callable[[], bool]:
 
 def _pack_memory(config: CBConfig) -> int:
     return _free_memory(torch.device("cpu")) // 4 if config.pack_memory is None else config.pack_memory
-
-
-def draw_seed() -> int:
-    """One draw from torch's global generator, so that `torch.manual_seed` makes a run repeatable."""
-    return int(torch.randint(0, 1 << 62, ()).item())
 
 
 def _facts(servable: Servable) -> ModelFacts:

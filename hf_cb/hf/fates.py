@@ -5,7 +5,7 @@ The decision itself is taken in `generate.py`, on what transformers has made of 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Where = Literal["engine", "native"]
 
@@ -138,6 +138,22 @@ def has_no_form_for_submit(option: str) -> bool:
     """Whether a model's generation config that sets this option asks for what only `generate()` serves."""
     fate = FATES.get(option, Fate("native"))
     return fate.where == "native" or fate.note in (_ROWS, _ENDS) or option == "min_length"  # which counts the prompt
+
+
+_OFF_AT = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "length_penalty", "typical_p", "guidance_scale"), 1),
+    "encoder_repetition_penalty": 1,
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("min_length", "diversity_penalty", "penalty_alpha"), 0),
+}
+
+
+def does_something(option: str, value: Any) -> bool:
+    """Whether a generation config with this value asks for more than one without. Truth is not the measure: a
+    `forced_eos_token_id` of 0 is an id, a `max_time` of 0 a limit."""
+    if value is None or value is False:
+        return False
+    return isinstance(value, bool) or option not in _OFF_AT or value != _OFF_AT[option]
 
 
 def markdown() -> str:

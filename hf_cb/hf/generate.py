@@ -27,10 +27,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from hf_cb.engine import Engine
 from hf_cb.errors import HFCBError, InvalidArgumentError, RequestFailedError
 from hf_cb.handle import GenerationHandle
-from hf_cb.hf.fates import FATES, has_no_form_for_submit
+from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
 from hf_cb.hf.rules import GoNativeError, OwnRules, criteria_of_row, processors_of_row
 from hf_cb.hf.sampling import Prompts, split
-from hf_cb.options import Defaults, check_seed
+from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
 _CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
@@ -49,10 +49,6 @@ _KNOWN_ARGUMENTS = frozenset(
         "use_cache",
     }
 )
-
-
-# What the fields that run natively hold where they do nothing. (What needs another one to do something is off by itself.)
-_OFF: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
 
 
 def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
@@ -236,6 +232,8 @@ def _stopping(call: _Call) -> tuple[int, frozenset[int], list[Any]]:
 
 def _prompts(call: _Call) -> list[tuple[int, ...]]:
     """Each row without its left padding. A mask with a hole, or with padding on the right, is plain generate's business."""
+    if call.input_ids.dim() != 2 or call.input_ids.dtype not in (torch.int64, torch.int32):
+        raise GoNativeError(f"input ids that are {call.input_ids.dtype} {list(call.input_ids.shape)}")
     ids = call.input_ids.tolist()
     if call.attention_mask is None:
         return [tuple(row) for row in ids]
@@ -296,7 +294,7 @@ def _steps(rows: list[tuple[torch.Tensor, ...] | None]) -> tuple[torch.Tensor, .
     return tuple(torch.cat(step) for step in zip(*kept, strict=True)) if kept else None
 
 
-def _own_error(requests: list[Request]) -> Exception | None:
+def _own_error(requests: list[Request]) -> BaseException | None:
     """What a processor or criterion of the caller's raised, which plain generate raises as it is."""
     errors = (request.rules.error for request in requests if isinstance(request.rules, OwnRules))
     return next((error for error in errors if error is not None), None)
@@ -315,8 +313,7 @@ def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStrea
 
 def defaults_of(config: GenerationConfig, max_positions: int | None) -> Defaults:
     """What `Engine.submit` takes from a model's generation config."""
-    eos = config.eos_token_id
-    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    eos = ids_of("eos_token_id", config.eos_token_id)
 
     def value(name: str, otherwise: Any) -> Any:
         found = getattr(config, name, None)
@@ -324,14 +321,15 @@ def defaults_of(config: GenerationConfig, max_positions: int | None) -> Defaults
 
     sampling = SamplingParams(
         do_sample=bool(config.do_sample),
-        temperature=float(value("temperature", 1.0)),
-        top_k=int(value("top_k", 50)),
-        top_p=float(value("top_p", 1.0)),
-        min_new_tokens=int(value("min_new_tokens", 0)),
-        min_p=float(value("min_p", 0.0)),
-        repetition_penalty=float(value("repetition_penalty", 1.0)),
-        suppress_tokens=tuple(value("suppress_tokens", ())),
-        begin_suppress_tokens=tuple(value("begin_suppress_tokens", ())),
+        temperature=value("temperature", 1.0),
+        top_k=value("top_k", 50),
+        top_p=value("top_p", 1.0),
+        min_new_tokens=value("min_new_tokens", 0),
+        min_p=value("min_p", 0.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
+        suppress_tokens=value("suppress_tokens", ()),
+        begin_suppress_tokens=value("begin_suppress_tokens", ()),
     )
-    unserved = tuple(name for name in FATES if has_no_form_for_submit(name) and getattr(config, name, None) not in _OFF)
-    return Defaults(config.max_new_tokens, config.max_length, max_positions, frozenset(ids), sampling, unserved)
+    set_here = (name for name in FATES if does_something(name, getattr(config, name, None)))
+    unserved = tuple(name for name in set_here if has_no_form_for_submit(name))
+    return Defaults(config.max_new_tokens, config.max_length, max_positions, eos, sampling, unserved)

@@ -46,7 +46,7 @@ class OwnRules:
         self._criteria = criteria
         self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None  # [1, vocab] each
         self.logits: tuple[torch.Tensor, ...] | None = () if keep_logits else None
-        self.error: Exception | None = None  # the caller's own, with its traceback
+        self.error: BaseException | None = None  # the caller's own, with its traceback
 
     def process(self, logits: Any) -> Any:
         """Scores [1, vocab] for the next token."""
@@ -55,7 +55,7 @@ class OwnRules:
             self.logits += (logits,)  # the tensor itself: as in plain generate, a processor that works in place shows here
         try:
             return self._processors(self._history(), logits) if self._processors else logits
-        except Exception as error:
+        except BaseException as error:  # SystemExit too is this caller's affair, not the engine's
             self.error = error
             raise
 
@@ -69,7 +69,7 @@ class OwnRules:
             return False
         try:
             return bool(self._criteria(self._history(), self.scores).all())
-        except Exception as error:
+        except BaseException as error:  # SystemExit too is this caller's affair, not the engine's
             self.error = error
             raise
 

@@ -78,5 +78,7 @@ def _filter(scores: torch.Tensor, length: int, params: Sequence[SamplingParams])
     close = (rank > 0) & within & (near_p & top_p.isfinite() | near_min)
     tied = keep[:, :-1] & ~keep[:, 1:] & (values[:, :-1] == values[:, 1:])  # across the border
     beyond = keep[:, -1] & (length < vocab_size)
-    certain = values[:, 0].isfinite() & ~close.any(dim=-1) & ~tied.any(dim=-1) & ~beyond
+    # transformers' top-k keeps all that tie with the last one, and its top-p then counts them.
+    tied_at_k = (rank[:-1] == top_k - 1) & (values[:, :-1] == values[:, 1:])
+    certain = values[:, 0].isfinite() & ~(close.any(dim=-1) | tied.any(dim=-1) | tied_at_k.any(dim=-1) | beyond)
     return _Head(values.masked_fill(~keep, -math.inf), ids), certain, beyond

@@ -63,14 +63,14 @@ class Sampled:
     """A token for each row, or that row's own error."""
 
     tokens: list[int]
-    errors: dict[int, Exception]  # index of the row -> error; its entry in `tokens` means nothing
+    errors: dict[int, BaseException]  # index of the row -> error; its entry in `tokens` means nothing
     stopped: frozenset[int] = frozenset()  # indices of the rows that end here by their own rules
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index of a row that asked for it -> its token's
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
     """Choose the next token of each row from logits [n, vocab] (any float dtype; not changed)."""
-    errors: dict[int, Exception] = {}
+    errors: dict[int, BaseException] = {}
     scores = _process(logits, rows, errors)
     tokens = _best(scores)
     drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors]
@@ -88,7 +88,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
         try:
             if i not in errors and row.accept(tokens[i], scores[i : i + 1]):
                 stopped.add(i)
-        except Exception as error:
+        except BaseException as error:
             errors[i] = error
     return Sampled(tokens, errors, frozenset(stopped), _logprobs(logits, rows, tokens))
 
@@ -112,7 +112,7 @@ def _source(row: RowState) -> Draws:
     return row.draws
 
 
-def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, Exception]) -> torch.Tensor:
+def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, BaseException]) -> torch.Tensor:
     """What does not depend on sampling, from logits to scores [n, vocab] float32: a copy where any row asks for anything."""
     scores = logits.float()
     penalties = [(i, row.params.repetition_penalty, row.seen) for i, row in enumerate(rows) if row.seen is not None]
@@ -127,12 +127,12 @@ def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, E
     return scores
 
 
-def _apply_rules(i: int, rules: RowRules | None, scores: torch.Tensor, errors: dict[int, Exception]) -> None:
+def _apply_rules(i: int, rules: RowRules | None, scores: torch.Tensor, errors: dict[int, BaseException]) -> None:
     assert rules is not None
     try:
         # Ordinary tensors, as under plain generate: the caller's code may keep them, or change them.
         with torch.inference_mode(False), torch.no_grad():
             own = rules.process(scores[i : i + 1].clone())
         scores[i] = own[0]
-    except Exception as error:
+    except BaseException as error:  # of the caller's own code, which may as well exit
         errors[i] = error
