@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import os
 import threading
 import types
 import weakref
@@ -20,6 +21,7 @@ from hf_cb.config import CBConfig
 from hf_cb.engine import Engine, Served
 from hf_cb.errors import (
     AlreadyInstalledError,
+    EngineClosedError,
     InvalidArgumentError,
     NotInstalledError,
     UnsupportedCallError,
@@ -40,6 +42,9 @@ logger = logging.getLogger("hf_cb")
 ENTRY_POINT_GROUP = "hf_cb.backends"
 
 
+_live: weakref.WeakSet[GenerationBackend] = weakref.WeakSet()
+
+
 class GenerationBackend(abc.ABC):
     """What answers `model.generate()` while it is installed.
 
@@ -53,6 +58,11 @@ class GenerationBackend(abc.ABC):
         self.config = config
         self._model = weakref.ref(model)
         self._own_generate: Callable[..., Any] | None = vars(model).get("generate")  # as models with custom code may have
+        self.renew_locks()
+        _live.add(self)
+
+    def renew_locks(self) -> None:
+        """Make the locks; anew in a forked child."""
         self._plain_lock = threading.RLock()  # plain generate is not thread-safe: one call at a time per model
 
     @property
@@ -126,8 +136,13 @@ class ContinuousBatchingBackend(GenerationBackend):
 
     def __init__(self, model: PreTrainedModel, config: CBConfig) -> None:
         super().__init__(model, config)
-        self._freshness_lock = threading.Lock()
+        self._is_detached = False
         self._fingerprint: Fingerprint | None = None
+
+    def renew_locks(self) -> None:
+        """Make the locks; anew in a forked child."""
+        super().renew_locks()
+        self._freshness_lock = threading.Lock()
 
     def attach(self) -> None:
         """Make and probe the twin. A model that cannot be served is attached all the same: all of its calls run natively."""
@@ -138,6 +153,7 @@ class ContinuousBatchingBackend(GenerationBackend):
 
     def detach(self) -> None:
         """Finish the requests there are and end the engine's thread."""
+        self._is_detached = True
         self.engine.shutdown(drain=True)
 
     def why_not(self, call: dict[str, Any]) -> str | None:
@@ -148,13 +164,21 @@ class ContinuousBatchingBackend(GenerationBackend):
 
     def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
         """Through the engine where it can, else natively with the reason counted and logged."""
-        self._refresh()
-        reason = self.why_not(arguments)
+        self.engine.refuse_own_thread("generate")
+        if self.engine.is_paused_by_caller:
+            reason: str | None = "this thread has paused the engine"
+        else:
+            self._refresh()
+            reason = self.why_not(arguments)
         if reason is None:
             try:
                 return generate(self.engine, self.model, self.original, arguments, seed, service)
             except (GoNativeError, UnsupportedModelError) as error:  # the latter: another caller's refresh came between
                 reason = str(error)
+            except EngineClosedError:
+                if not self._is_detached:
+                    raise
+                return self.plain(arguments, seed)  # as a call that came a moment later
         if self.config.fallback == "error":
             raise UnsupportedCallError(f"the engine cannot serve this call ({reason}) and fallback='error'")
         self.engine.count_native(reason)
@@ -226,6 +250,10 @@ class _Generate:
         self._model = weakref.ref(model)
         self.__signature__ = inspect.signature(backend.original)
 
+    def is_of(self, model: Any) -> bool:
+        """False for a shallow copy of the model, which has the same attributes."""
+        return self._model() is model
+
     def __call__(
         self,
         *args: Any,
@@ -255,6 +283,17 @@ def plain_generate(model: Any) -> Callable[..., Any]:
 
 
 _install_lock = threading.Lock()
+
+
+def _renew_locks() -> None:
+    global _install_lock
+    _install_lock = threading.Lock()
+    for backend in list(_live):
+        backend.renew_locks()
+
+
+if hasattr(os, "register_at_fork"):  # the threads that hold them are not in the child
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def install(
@@ -294,6 +333,8 @@ def uninstall(model: PreTrainedModel) -> None:
 @contextlib.contextmanager
 def continuous_batching(model: PreTrainedModel, config: CBConfig | None = None, **options: Any) -> Iterator[Engine]:
     """`install` for the length of a with block."""
+    if "backend" in options:
+        raise InvalidArgumentError("backend: continuous_batching is one; install(model, backend=...) takes others")
     engine = install(model, config, backend="continuous_batching", **options)
     assert engine is not None
     try:
@@ -313,4 +354,4 @@ def get_engine(model: PreTrainedModel) -> Engine | None:
 def installed_backend(model: Any) -> GenerationBackend | None:
     """The backend behind this model's generate, or None."""
     attribute = getattr(model, "__dict__", {}).get("generate")
-    return attribute.backend if isinstance(attribute, _Generate) else None
+    return attribute.backend if isinstance(attribute, _Generate) and attribute.is_of(model) else None

@@ -116,9 +116,20 @@ class Engine:
         return request
 
     def _follow_model(self) -> None:
+        self.refuse_own_thread("submit")
         refresh = self._refresh()
         if refresh is not None:
             refresh()
+
+    def refuse_own_thread(self, name: str) -> None:
+        """Raise UnsupportedCallError on the engine's own thread."""
+        if self._worker is not None:
+            self._worker.refuse_own_thread(name)
+
+    @property
+    def is_paused_by_caller(self) -> bool:
+        """Whether the calling thread is inside of `with engine.pause()`."""
+        return self._worker is not None and self._worker.is_paused_by_caller
 
     def check(self, request: Request) -> None:
         """Refuse what could never be served: the ids, the model's positions, the block pool."""
@@ -147,7 +158,7 @@ class Engine:
         except EngineClosedError:
             self.served()  # if it is not the engine that was closed, but its model that can't be served any more: says so
             raise
-        return [GenerationHandle(queue, worker.abort, worker.forget) for queue in queues]
+        return [GenerationHandle(queue, worker) for queue in queues]
 
     # -- operation --------------------------------------------------------------------------------------------------------
 
@@ -254,7 +265,9 @@ class Engine:
     def served(self) -> Served:
         """The model in service. Raises EngineClosedError, or UnsupportedModelError with the reason why there is none."""
         if self._closed:
-            raise EngineClosedError("the engine was shut down and takes no more requests")
+            raise EngineClosedError(
+                "the engine was shut down and takes no more requests; hf_cb.uninstall(model) frees the model"
+            )
         if self._served is None:
             raise UnsupportedModelError(f"this model cannot be served by the engine: {self._reason}")
         return self._served

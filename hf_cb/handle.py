@@ -11,11 +11,11 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from hf_cb.errors import HFCBError, RequestCancelledError, RequestTimeoutError
+from hf_cb.errors import HFCBError, InvalidArgumentError, RequestCancelledError, RequestTimeoutError
 from hf_cb.request import FinishReason, Request, TokenLogprobs, TokenNote
 
 
@@ -157,17 +157,30 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+class Server(Protocol):
+    """Who answers a request: the worker, as far as a handle needs it."""
+
+    def abort(self, request_id: int) -> None:
+        """Cancel a request."""
+
+    def forget(self, request_id: int) -> None:
+        """The same, without a lock."""
+
+    def refuse_own_thread(self, name: str) -> None:
+        """Raise UnsupportedCallError on the thread that would have to answer: waiting there would never end."""
+
+
 class GenerationHandle:
     """What `Engine.submit` returns: iterate it for the tokens, `await` it or call `result()` for the whole, `cancel()` it.
 
     A handle that is dropped before its request ended cancels the request: nobody could read it any more.
     """
 
-    def __init__(self, queue: OutputQueue, abort: Callable[[int], None], forget: Callable[[int], None]) -> None:
+    def __init__(self, queue: OutputQueue, server: Server) -> None:
         self._queue = queue
-        self._abort = abort
+        self._server = server
         # `forget` must not take a lock: the collector may run it on any thread, at any point.
-        self._dropped = weakref.finalize(self, forget, queue.request.request_id)
+        self._dropped = weakref.finalize(self, server.forget, queue.request.request_id)
         self._dropped.atexit = False
 
     @property
@@ -193,7 +206,7 @@ class GenerationHandle:
     def cancel(self) -> None:
         """Ask the engine to stop it at the next step; from any thread, in any state. One that has ended stays as it is."""
         if not self.done:
-            self._abort(self.request_id)
+            self._server.abort(self.request_id)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end.
@@ -202,6 +215,9 @@ class GenerationHandle:
         RequestCancelledError, RequestTimeoutError, RequestFailedError, EngineClosedError, EngineDeadError. A waiter that is
         interrupted (Ctrl-C) cancels the request.
         """
+        if timeout is not None and not (isinstance(timeout, (int, float)) and 0 <= timeout <= threading.TIMEOUT_MAX):
+            raise InvalidArgumentError(f"timeout: takes seconds >= 0, at most {threading.TIMEOUT_MAX:.0f}; got {timeout!r}")
+        self._refuse_own_thread("result")
         try:
             ended = self._queue.wait(timeout=timeout)
         except BaseException:
@@ -215,6 +231,7 @@ class GenerationHandle:
         """Each token as it comes, from the first. Raises as `result()` does."""
         taken = 0
         while True:
+            self._refuse_own_thread("iteration")
             try:
                 self._queue.wait(have=taken)
             except BaseException:
@@ -226,6 +243,10 @@ class GenerationHandle:
                 return
             taken += len(fresh)
             yield from fresh
+
+    def _refuse_own_thread(self, name: str) -> None:
+        if not self.done:
+            self._server.refuse_own_thread(name)
 
     async def __aiter__(self) -> AsyncIterator[int]:
         """Each token as it comes; cancelling the task cancels the request."""

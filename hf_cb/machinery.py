@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
 from collections.abc import Callable
@@ -24,6 +25,18 @@ logger = logging.getLogger("hf_cb")
 _DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError", EngineDeadError), EngineDeadError)
 
 
+class Look(enum.Enum):
+    """How to find out which weights have been written to."""
+
+    QUICK = enum.auto()  # by torch's counters and the addresses: at every step
+    CLOSE = enum.auto()  # by some of their numbers too: for those whose callers may have written to them before
+    NONE_NEEDED = enum.auto()  # take all for changed
+
+
+FollowWeights = Callable[[Look], bool]
+"""Brings copies of the weights up to date, and tells whether any was seen to have changed since the last time."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What came of a step: what each request is to be told, and a record for the books."""
@@ -35,16 +48,13 @@ class StepOutcome:
 
 @dataclass(slots=True, eq=False)
 class Machinery:
-    """What a worker drives, and exchanges as a whole when the model has changed. Owned by the worker's thread.
-
-    `follow_weights()` brings copies of the weights up to date, and tells whether any has been written to since the last time.
-    """
+    """What a worker drives, and exchanges as a whole when the model has changed. Owned by the worker's thread."""
 
     scheduler: Scheduler
     runner: ModelRunner
     cache: KVCache
     swap_space: SwapSpace | None
-    follow_weights: Callable[[], bool]
+    follow_weights: FollowWeights
     _has_new: bool = False  # requests, whose callers may have written to the weights before
 
     def add(self, request: Request) -> None:
@@ -62,10 +72,9 @@ class Machinery:
         began = time.perf_counter()
         if self.cache.is_released:
             self.cache.restore()
-        if self._has_new:
-            self._has_new = False
-            if self.follow_weights():
-                scheduler.forget_prefixes()
+        if self.follow_weights(Look.CLOSE if self._has_new else Look.QUICK):
+            scheduler.forget_prefixes()
+        self._has_new = False
         output = scheduler.schedule()
         if not output.rows:
             raise EngineDeadError("nothing can be scheduled although requests wait: the block accounting is broken")
@@ -92,7 +101,7 @@ class Machinery:
 
     def forget_prefixes(self) -> None:
         """Begin anew with the weights as they are now, for sequences that are running too."""
-        self.follow_weights()
+        self.follow_weights(Look.NONE_NEEDED)
         self.scheduler.forget_prefixes()
 
     def release_kv(self) -> None:

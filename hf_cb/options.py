@@ -120,7 +120,7 @@ def _default_new_tokens(num_prompt_tokens: int, defaults: Defaults) -> int:
 def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: Callable[[], int]) -> SamplingParams:
     given = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
     params = replace(defaults, **given)
-    params = replace(params, **{name: tuple(sorted(ids_of(name, getattr(params, name)))) for name in _TOKENS})
+    suppressed, suppressed_first = (tuple(sorted(ids_of(name, getattr(params, name)))) for name in _TOKENS)
     if not isinstance(params.do_sample, bool):
         raise InvalidArgumentError(f"do_sample: takes True or False; got {params.do_sample!r}")
     if not (_is_number(params.temperature) and 0 < params.temperature <= sys.float_info.max):
@@ -140,6 +140,8 @@ def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: C
         seed = draw_seed() if params.do_sample else 0
     return replace(
         params,
+        suppress_tokens=suppressed,
+        begin_suppress_tokens=suppressed_first,
         temperature=float(params.temperature),
         top_k=int(params.top_k),
         top_p=float(params.top_p),

@@ -11,6 +11,7 @@ Other threads reach it through the inbox only. The rules of that door:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -63,6 +64,7 @@ class Worker:
         self._closing: str | None = None  # "drain" or "now"
         self._dead: BaseException | None = None
         self._pauses = 0
+        self._pausing: list[int] = []  # threads that pause, as often as they do
         self._parked = False
         self._release_kv = False  # to be done when it is parked
         self._forget = False  # the prefix cache is to be emptied before anything else is scheduled
@@ -78,8 +80,7 @@ class Worker:
     def submit(self, queues: Sequence[OutputQueue]) -> None:
         """Take in, all or none. Raises EngineClosedError, EngineDeadError, EngineOverloadedError; on the worker itself
         UnsupportedCallError."""
-        if threading.current_thread() is self._thread:
-            raise UnsupportedCallError("submit: called on the engine's own thread, which would wait for itself")
+        self.refuse_own_thread("submit")
         with self._changed:
             self._check_open()
             scheduler = self.machinery.scheduler
@@ -96,6 +97,16 @@ class Worker:
             self._inbox.extend(queues)
             self._changed.notify_all()
 
+    def refuse_own_thread(self, name: str) -> None:
+        """Raise UnsupportedCallError on the engine's own thread, where a processor or criterion of a caller's may run."""
+        if threading.current_thread() is self._thread:
+            raise UnsupportedCallError(f"{name}: called on the engine's own thread, which would wait for itself")
+
+    @property
+    def is_paused_by_caller(self) -> bool:
+        """Whether the calling thread is inside of a pause of its own."""
+        return threading.get_ident() in self._pausing
+
     def abort(self, request_id: int) -> None:
         """Cancel a request at the next step boundary; ids that are unknown or have ended are fine."""
         with self._changed:
@@ -108,8 +119,9 @@ class Worker:
 
     def replace(self, machinery: Machinery) -> None:
         """Go on with other machinery once all that was submitted before has ended; returns when it is in place."""
-        if threading.current_thread() is self._thread:
-            raise UnsupportedCallError("replace: called on the engine's own thread, which would wait for itself")
+        self.refuse_own_thread("replace")
+        if self.is_paused_by_caller:
+            raise UnsupportedCallError("pause: the model has changed inside of it, and this call would wait for its end")
         done = threading.Event()
         with self._changed:
             self._check_open()
@@ -124,11 +136,11 @@ class Worker:
 
     def pause(self, release_kv: bool = False) -> None:
         """Return when no step runs and none will until `resume`, and the KV memory is given back, if so wanted. Calls nest."""
-        if threading.current_thread() is self._thread:
-            raise UnsupportedCallError("pause: called on the engine's own thread, which would wait for itself")
+        self.refuse_own_thread("pause")
         with self._changed:
             self._check_open()
             self._pauses += 1
+            self._pausing.append(threading.get_ident())
             self._release_kv |= release_kv
             try:
                 if self._thread is None:
@@ -146,6 +158,8 @@ class Worker:
         """Undo one `pause`."""
         with self._changed:
             self._pauses = max(0, self._pauses - 1)
+            with contextlib.suppress(ValueError):  # resumed by another thread than it was paused by
+                self._pausing.remove(threading.get_ident())
             self._release_kv &= self._pauses > 0
             self._forget = True  # the weights may be others now
             self._changed.notify_all()
@@ -286,6 +300,7 @@ class Worker:
 
     def _close_queue(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
         self.machinery.runner.remove(request_id)
+        self._deadlines.forget(request_id)
         self.meter.finished[reason] += 1
         self._queues.pop(request_id).close(reason, error)
 

@@ -60,12 +60,22 @@ def word_pieces() -> PreTrainedTokenizerFast:
 MAKERS: dict[str, Callable[[], Any]] = {"byte level": byte_level, "byte fallback": byte_fallback, "word pieces": word_pieces}
 
 
+class Nobody:
+    """Whom no handle has anything to say to."""
+
+    def abort(self, request_id: int) -> None: ...
+
+    def forget(self, request_id: int) -> None: ...
+
+    def refuse_own_thread(self, name: str) -> None: ...
+
+
 class Source:
     """A request whose tokens come one by one, each as soon as the one before was read."""
 
     def __init__(self, tokens: Sequence[int], reason: FinishReason = FinishReason.LENGTH) -> None:
         self.queue = OutputQueue(Request((1,), max(1, len(tokens))))
-        self.handle = GenerationHandle(self.queue, lambda request_id: None, lambda request_id: None)
+        self.handle = GenerationHandle(self.queue, Nobody())
         self._tokens, self._reason = list(tokens), reason
         waits = self.queue.wait
 

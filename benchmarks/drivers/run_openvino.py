@@ -5,8 +5,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import clients
 import numpy
-import serving
 
 _PRECISIONS = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 
@@ -91,4 +91,4 @@ def _export_tokenizer(model, folder):
 
 
 if __name__ == "__main__":
-    serving.main(Engine)
+    clients.main(Engine)

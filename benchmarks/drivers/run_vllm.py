@@ -2,7 +2,7 @@
 
 import os
 
-import serving
+import clients
 
 
 class Engine:
@@ -50,4 +50,4 @@ class Engine:
 
 
 if __name__ == "__main__":
-    serving.main(Engine)
+    clients.main(Engine)

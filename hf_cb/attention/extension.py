@@ -48,6 +48,8 @@ class BuildError(Exception):
 
 def load() -> Path:
     """Build the kernel if need be, load it, and return its file. Raises BuildError, the same one again after a failure."""
+    if _loaded:  # without the lock, which is not to be had while another thread compiles
+        return _loaded[0]
     with _lock:
         if _loaded:
             return _loaded[0]
@@ -55,8 +57,13 @@ def load() -> Path:
             raise _failed[0]
         try:
             path = _build()
-            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
-        except (BuildError, OSError) as error:
+            try:
+                torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+            except OSError:  # a damaged file: once more from the source
+                path.unlink()
+                path = _build()
+                torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        except (BuildError, OSError, ValueError) as error:
             failure = error if isinstance(error, BuildError) else BuildError(f"the compiled kernel can't be used: {error}")
             _failed.append(failure)
             raise failure from error
@@ -87,6 +94,8 @@ def _compile(compile_command: list[str], link_command: list[str], path: Path) ->
         compiled, linked = f"{build}/attention.o", f"{build}/attention.so"
         _run([*compile_command, "-c", str(_SOURCES / "attention.cpp"), "-o", compiled])
         _run([*link_command, compiled, "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-o", linked])
+        with open(linked, "rb") as file:
+            os.fsync(file.fileno())  # else a power cut may leave the name with half of the file
         os.replace(linked, path)
 
 
@@ -120,6 +129,15 @@ def _toolchain() -> tuple[list[str], list[str], list[str]]:
     # Linked without OpenMP, so that its symbols are those of the runtime that torch has loaded: two runtimes in a process would
     # have two pools of threads.
     return compiler, [*compile_flags, abi, *includes], ["-shared", f"-L{root / 'lib'}"]
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # the thread that holds it is not in the child
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _key(flags: list[str]) -> str:

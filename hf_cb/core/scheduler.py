@@ -107,8 +107,8 @@ class Scheduler:
 
     @property
     def num_seats(self) -> int:
-        """How many more can be admitted at once, as far as one can tell: none, if somebody waits."""
-        return 0 if self.num_waiting else self._max_batch_size - self.num_running
+        """How many more may run. (Who waits may be about to be admitted, so that says nothing.)"""
+        return self._max_batch_size - self.num_running
 
     @property
     def has_work(self) -> bool:

@@ -24,7 +24,7 @@ from hf_cb.hf.seeds import draw_seed
 from hf_cb.hf.support import Servable, examine
 from hf_cb.hf.twin import shared_tensors
 from hf_cb.hf.weights import WeightWatch
-from hf_cb.machinery import Machinery
+from hf_cb.machinery import FollowWeights, Look, Machinery
 from hf_cb.options import Defaults
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
@@ -107,12 +107,12 @@ def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts) -
         ) from error
 
 
-def _follower(servable: Servable) -> Callable[[], bool]:
+def _follower(servable: Servable) -> FollowWeights:
     watch = WeightWatch(shared_tensors(servable.twin))
 
-    def follow() -> bool:
-        changed = watch.changed()
-        servable.packs.repack(changed)
+    def follow(look: Look) -> bool:
+        changed = watch.changed(samples=look is not Look.QUICK)
+        servable.packs.repack(None if look is Look.NONE_NEEDED else changed)
         return bool(changed)
 
     return follow

@@ -33,6 +33,7 @@ from hf_cb.hf.sampling import Prompts, split
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
+_Dropout: Any = torch.nn.modules.dropout._DropoutNd
 _CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
 # Arguments of generate() that are not fields of the config, and that the engine understands or transformers' preamble handles.
 _KNOWN_ARGUMENTS = frozenset(
@@ -55,6 +56,8 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
     """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble."""
     if model.training:
         return "the model is in training mode"
+    if any(module.training and isinstance(module, _Dropout) and module.p for module in model.modules()):
+        return "a dropout layer is in training mode"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on in the calling thread"
     for name, value in arguments.items():

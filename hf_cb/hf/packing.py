@@ -65,17 +65,21 @@ class Packs:
         """Puts another forward into the modules in `groups`. `limit` in bytes."""
         self.num_bytes = 0
         self._packs: list[_Pack] = []
-        for modules in groups:
-            size = sum(_weight(module).nbytes for module in modules)
-            if self.num_bytes + size <= limit:
-                self.num_bytes += size
-                self._packs.append(_Pack(modules))
+        try:
+            for modules in groups:
+                size = sum(_weight(module).nbytes for module in modules)
+                if self.num_bytes + size <= limit:
+                    self.num_bytes += size
+                    self._packs.append(_Pack(modules))
+        except RuntimeError:  # no memory
+            self.undo()
+            raise
         self._copies = [(tensor, pack) for pack in self._packs for tensor in pack.sources()]
 
-    def repack(self, changed: Iterable[torch.Tensor]) -> None:
-        """Copy these again, as far as there are copies of them."""
-        ids = set(map(id, changed))
-        for pack in dict.fromkeys(pack for tensor, pack in self._copies if id(tensor) in ids):
+    def repack(self, changed: Iterable[torch.Tensor] | None = None) -> None:
+        """Copy these again, as far as there are copies of them; all of them by default."""
+        ids = None if changed is None else set(map(id, changed))
+        for pack in dict.fromkeys(pack for tensor, pack in self._copies if ids is None or id(tensor) in ids):
             try:
                 pack.load()
             except RuntimeError:  # torch's out-of-memory error on a CPU, too

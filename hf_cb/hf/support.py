@@ -117,8 +117,9 @@ def examine(model: nn.Module, attention_backend: str | None = None, pack_memory:
 
 def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], None]) -> Packs:
     """Packs with which the probe passes as before, else none."""
-    packs = Packs(groups, memory)
+    packs = Packs()
     try:
+        packs = Packs(groups, memory)
         probe()
     except (*_PROBE_ERRORS, UnservableError) as error:
         logger.warning("weights are not packed: the model does not run as before with them (%s)", _brief(error))

@@ -186,3 +186,18 @@ def test_one_plan_serves_every_layer() -> None:
 )
 def test_what_it_refuses(options: dict[str, object], reason: str) -> None:
     assert BACKEND.why_not(make_spec(**options)) == reason
+
+
+@pytest.mark.parametrize("hidden", [64, 130, 512])
+def test_keys_that_weigh_nothing_before_those_that_do(hidden: int) -> None:
+    """Scores of minus infinity from the first key on."""
+    case = make_case(make_spec(num_heads=2, num_kv_heads=1, head_size=16), [(1, 700)])
+    q, cache_k = case.q.abs() + 0.1, case.kv.k.clone()
+    table = case.step.block_table[0].long()
+    for position in range(hidden):
+        block, offset = divmod(position, case.step.block_size)
+        cache_k[table[block], offset] = -torch.inf
+    case = replace(case, q=q, kv=LayerKV(cache_k, case.kv.v))
+    out = case.attend(BACKEND)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, case.attend(TorchCPUBackend()), rtol=1e-5, atol=1e-5)

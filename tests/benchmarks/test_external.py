@@ -16,13 +16,13 @@ from benchmarks.workload import Item, Workload
 
 pytestmark = pytest.mark.timeout(20)
 
-_SERVING = Path(external.__file__).parent / "drivers" / "serving.py"
+_CLIENTS = Path(external.__file__).parent / "drivers" / "clients.py"
 
 # An engine that gives each request one token a step: its prompt's length, then 1 more each time.
 ENGINE = """
 import sys, time
 sys.path.insert(0, {drivers!r})
-import serving
+import clients
 
 class Engine:
     def __init__(self, settings):
@@ -47,14 +47,14 @@ class Engine:
         return outputs
 
 if __name__ == "__main__":
-    serving.main(Engine)
+    clients.main(Engine)
 """
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch) -> Path:
     file = tmp_path / "run_counting.py"
-    file.write_text(textwrap.dedent(ENGINE.format(drivers=str(_SERVING.parent))))
+    file.write_text(textwrap.dedent(ENGINE.format(drivers=str(_CLIENTS.parent))))
     monkeypatch.setitem(external.DRIVERS, "counting", Driver("counting", file, {}))
     monkeypatch.setattr(peer_environments, "python", lambda _: Path(sys.executable))
     return file
@@ -62,12 +62,12 @@ def script(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def modules(script, monkeypatch):
-    """(serving, an engine of 10 ms a step), in this process."""
-    monkeypatch.syspath_prepend(str(_SERVING.parent))
+    """(clients, an engine of 10 ms a step), in this process."""
+    monkeypatch.syspath_prepend(str(_CLIENTS.parent))
     spec = importlib.util.spec_from_file_location("run_counting", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.serving, module.Engine({"model": "", "seconds": 0.01})
+    return module.clients, module.Engine({"model": "", "seconds": 0.01})
 
 
 WORKLOAD = Workload(tuple(Item(i, (0,) * prompt, output) for i, (prompt, output) in enumerate([(3, 2), (5, 4), (2, 3)])))
@@ -116,17 +116,17 @@ def test_an_environment_that_is_not_there_names_the_command(monkeypatch, tmp_pat
 
 
 def test_a_request_waits_for_a_free_client_and_that_wait_is_not_in_its_time(modules):
-    serving, engine = modules
+    clients, engine = modules
     requests = [{"index": i, "prompt": [0], "output_length": 3, "arrival": 0.0} for i in range(2)]
-    first, second = serving.serve(engine, requests, 1, lambda _: None)["rows"]
+    first, second = clients.serve(engine, requests, 1, lambda _: None)["rows"]
     assert second["sent_at"] == first["times"][-1]
     assert second["times"][0] > second["sent_at"]
 
 
 def test_a_request_is_sent_at_its_arrival(modules):
-    serving, engine = modules
+    clients, engine = modules
     requests = [{"index": i, "prompt": [0], "output_length": 2, "arrival": 0.2 * i} for i in range(2)]
-    result = serving.serve(engine, requests, 2, lambda _: None)
+    result = clients.serve(engine, requests, 2, lambda _: None)
     first, second = result["rows"]
     assert second["sent_at"] - first["sent_at"] == pytest.approx(0.2)
     assert second["times"][0] > second["sent_at"]

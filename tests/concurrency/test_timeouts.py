@@ -97,3 +97,10 @@ def test_many_deadlines_in_any_order(llama: PreTrainedModel) -> None:
         assert all(timeout - 0.01 < took < timeout + LATE for timeout, took in zip(timeouts, times, strict=True))
         assert not patient.done
         patient.cancel()
+
+
+def test_deadlines_of_requests_that_ended_are_not_kept(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama, **SMALL) as engine:
+        for _ in range(5):
+            engine.generate_batch([[3, 4]] * 60, max_new_tokens=1, timeout=3600)
+        assert len(engine._worker._deadlines._heap) < 100

@@ -202,3 +202,29 @@ def test_stop_strings_of_the_models_generation_config() -> None:
 def test_max_time(duo: seam.Duo) -> None:
     """However long ago the time ran out, there is one token: plain generate looks at the clock after it."""
     assert duo.same(PROMPTS[0], max_new_tokens=NEW, max_time=1e-9).shape[1] == 7
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("option", ["logits_processor", "stopping_criteria"])
+def test_one_that_would_end_the_program_ends_its_call(duo: seam.Duo, option: str, kind: type[BaseException]) -> None:
+    def leave(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> Any:
+        raise kind("bye")
+
+    other = duo.engine.submit(PROMPTS[1], max_new_tokens=40)
+    with pytest.raises(kind, match="bye"):
+        duo.served.generate(PROMPTS[0], max_new_tokens=NEW, **{option: [leave]})
+    assert len(other.result().tokens) == 40
+    duo.same(PROMPTS[0], max_new_tokens=NEW)
+
+
+def test_waiting_for_another_request_on_the_engines_thread_is_refused(duo: seam.Duo) -> None:
+    other = duo.engine.submit(PROMPTS[1], max_new_tokens=400)
+    for wait in (other.result, lambda: list(other), lambda: duo.served.generate(PROMPTS[0]), lambda: duo.engine.submit([3])):
+
+        def ask(ids: torch.Tensor, scores: torch.Tensor, wait: Any = wait) -> torch.Tensor:
+            wait()
+            return scores
+
+        with pytest.raises(hf_cb.UnsupportedCallError, match="engine's own thread"):
+            duo.served.generate(PROMPTS[0], max_new_tokens=NEW, logits_processor=[ask])
+    assert len(other.result().tokens) == 400

@@ -134,6 +134,25 @@ def test_a_write_during_a_pause_counts_for_what_goes_on_after_it() -> None:
         assert set(tokens[-100:]) == {0}  # all logits are equal: the first wins
 
 
+def test_a_small_write_past_torch_counts_after_a_pause() -> None:
+    with seam.duo("llama") as pair:
+        before = pair.same(PROMPT, max_new_tokens=NEW)
+        with pair.engine.pause():
+            for model in (pair.plain, pair.served):
+                model.lm_head.weight.data[3:6, 5] += 40.0
+        assert not torch.equal(pair.same(PROMPT, max_new_tokens=NEW), before)
+
+
+def test_a_write_counts_for_what_is_running() -> None:
+    model = models.tiny("llama")
+    with hf_cb.continuous_batching(model) as engine:
+        handle = engine.submit(PROMPT, max_new_tokens=480, eos_token_id=None)
+        list(itertools.islice(handle, 3))
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+        assert set(handle.result().tokens[-50:]) == {0}
+
+
 def test_a_weight_that_cannot_be_packed_again_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

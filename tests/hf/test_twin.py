@@ -259,3 +259,71 @@ def test_vars_are_what_they_were(llama: PreTrainedModel) -> None:
         llama.generate(PROMPT, max_new_tokens=2)
         hf_cb.uninstall(llama)
         assert {name: id(value) for name, value in vars(llama).items()} == before
+
+
+# -- switches inside of modules --------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank addition that is switched and scaled by plain attributes, as adapter libraries do."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.disabled, self.scaling, self.merged = base, False, {"default": 4.0}, []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.disabled or self.merged:
+            return self.base(x)
+        return self.base(x) + self.up(self.down(x)) * self.scaling["default"]
+
+
+def switch_off(layer: Adapted) -> None:
+    layer.disabled = True
+
+
+def scale(layer: Adapted) -> None:
+    layer.scaling["default"] = -9.0
+
+
+def merge(layer: Adapted) -> None:
+    layer.base.weight.data += 20 * layer.up.weight.data @ layer.down.weight.data
+    layer.merged.append("default")
+
+
+@pytest.mark.parametrize("change", [switch_off, scale, merge])
+def test_an_adapter_that_is_switched(llama: PreTrainedModel, change: Any) -> None:
+    attention = llama.model.layers[1].self_attn
+    attention.q_proj = Adapted(attention.q_proj).eval()
+    with hf_cb.continuous_batching(llama) as engine:
+        before = plain(llama)
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), before)
+        change(attention.q_proj)
+        after = changes(llama, before)
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), after)
+        assert engine.stats().native_calls == {}
+
+
+def test_dropout_that_is_on_by_itself_runs_natively(llama: PreTrainedModel) -> None:
+    llama.model.norm = nn.Sequential(llama.model.norm, nn.Dropout(0.5)).eval()
+    with hf_cb.continuous_batching(llama) as engine:
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), plain(llama))
+        llama.model.norm[1].train()
+        llama.generate(PROMPT, max_new_tokens=NEW)
+        assert list(engine.stats().native_calls) == ["a dropout layer is in training mode"]
+
+
+def test_a_shallow_copy_has_no_backend_of_its_own(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama):
+        other = copy.copy(llama)
+        with pytest.raises(hf_cb.NotInstalledError):
+            hf_cb.uninstall(other)
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), plain(llama))
+
+
+def test_the_users_storage_can_still_be_resized(llama: PreTrainedModel) -> None:
+    with hf_cb.continuous_batching(llama):
+        llama.generate(PROMPT, max_new_tokens=NEW)
+    llama.lm_head.weight.untyped_storage().resize_(0)

@@ -111,3 +111,12 @@ def test_penalties_and_suppression(vocab: int) -> None:
     want[2] = SuppressTokensLogitsProcessor([1, 5, -1, vocab])(ids[2:3], want[2])
     want[4] = SuppressTokensLogitsProcessor([7])(ids[4:5], want[4])
     assert torch.equal(got, torch.cat(want))
+
+
+def test_a_tie_at_the_last_of_top_k() -> None:
+    """transformers keeps all that tie with it, and its top-p counts them."""
+    scores = torch.tensor([[3.0, 2.0, 2.0, 1.0, 0.0, 0.0, -1.0]])
+    params = SamplingParams(do_sample=True, top_k=2, top_p=0.65)
+    want = by_transformers(scores.clone(), params)
+    assert want.isfinite().sum() == 2
+    assert torch.equal(warp(scores.clone(), [params]), want)

@@ -209,6 +209,8 @@ class PieceRunner {
       highest = at::vec::maximum(highest, score);
     }
     const float before = maxima_[row], maximum = std::max(before, maximum_of(highest));
+    // Nothing but minus infinity so far: these keys weigh nothing beside any later one.
+    if (maximum == -kInfinity) return std::fill(scores + from, scores + to, 0.0f);
     Vec total(0.0f);
     for (int i = from; i < to; i += kLanes) {
       const Vec weight = exponential(Vec::loadu(scores + i) - Vec(maximum));
