@@ -60,7 +60,9 @@ def measure(model: Any, source: Sequence[int], scale: float = 1.0, **options: An
     """The machine's limits, and what part of them the engine's steps reach. Seconds, bytes/s, FLOP/s."""
     work, limits = Work.of(model), {"read": read_bandwidth(), "matmul": matmul_rate(model.dtype)}
     prompt, context = max(2, round(_PROMPT * scale)), max(2, round(_CONTEXT * scale))
-    with peers.installed(model, record_steps=peers.ALL_STEPS, **{"max_batch_tokens": _PROMPT, **options}) as engine:
+    with peers.installed(
+        model, record_steps=peers.ALL_STEPS, **{"max_batch_tokens": _PROMPT, "prefix_cache": False, **options}
+    ) as engine:
         decode = {}
         for batch in _DECODE_BATCHES:
             engine.generate_batch([source[i : i + context] for i in range(batch)], max_new_tokens=_NEW_TOKENS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_cb.errors import EngineOverloadedError
+from hf_cb.errors import EngineOverloadedError, RequestTimeoutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +28,10 @@ class QueueLimits:
                 f"max_queue_size: takes at most {limit} waiting requests; {num_waiting} wait and {num_running} run, and "
                 f"{num_new} more came in; try again later"
             )
+
+    def never_admitted(self, request_id: int, num_waiting: int, num_running: int) -> RequestTimeoutError:
+        """What a request gets whose `queue_timeout` has passed."""
+        return RequestTimeoutError(
+            f"queue_timeout: request {request_id} was not admitted within {self.queue_timeout} s; "
+            f"{num_waiting} wait and {num_running} run"
+        )

@@ -12,7 +12,7 @@ import torch
 
 from hf_cb.core.output import Emission, SchedulerOutput, StepResult
 from hf_cb.core.scheduler import Scheduler
-from hf_cb.errors import EngineDeadError
+from hf_cb.errors import EngineDeadError, RequestFailedError
 from hf_cb.request import Request
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
@@ -145,6 +145,16 @@ class Machinery:
                 logger.error("a step of %d sequences failed; they end, the engine goes on", len(part.rows), exc_info=error)
                 results.append(StepResult({}, {row.request_id: error for row in part.rows}))
         return StepResult.of_parts(results)
+
+
+def failure_of(emission: Emission) -> RequestFailedError | None:
+    """The error that a request's callers get, with its cause."""
+    cause = emission.error
+    if cause is None:
+        return None
+    error = RequestFailedError(f"request {emission.request_id} failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _halves(output: SchedulerOutput) -> list[SchedulerOutput]:

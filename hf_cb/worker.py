@@ -22,19 +22,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_cb.admission import QueueLimits
-from hf_cb.core.output import Emission
 from hf_cb.deadlines import Deadlines, has_passed
 from hf_cb.errors import (
     EngineClosedError,
     EngineDeadError,
     HFCBError,
     InvalidArgumentError,
-    RequestFailedError,
-    RequestTimeoutError,
     UnsupportedCallError,
 )
 from hf_cb.handle import OutputQueue
-from hf_cb.machinery import Machinery
+from hf_cb.machinery import Machinery, failure_of
 from hf_cb.request import FinishReason
 from hf_cb.stats import Meter
 
@@ -283,14 +280,9 @@ class Worker:
             if not is_for_admission:
                 self._finish(request_id, FinishReason.TIMEOUT)
             elif request_id in self._queues and not self._queues[request_id].admitted:
-                self._finish(request_id, FinishReason.TIMEOUT, self._never_admitted(request_id))
-
-    def _never_admitted(self, request_id: int) -> RequestTimeoutError:
-        scheduler = self.machinery.scheduler
-        return RequestTimeoutError(
-            f"queue_timeout: request {request_id} was not admitted within {self._limits.queue_timeout} s; "
-            f"{scheduler.num_waiting} wait and {scheduler.num_running} run"
-        )
+                scheduler = self.machinery.scheduler
+                error = self._limits.never_admitted(request_id, scheduler.num_waiting, scheduler.num_running)
+                self._finish(request_id, FinishReason.TIMEOUT, error)
 
     def _finish(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
         """End a request that the scheduler has not ended itself, and give its blocks back."""
@@ -315,7 +307,7 @@ class Worker:
             if emission.token is not None:
                 self._queues[emission.request_id].put(emission.token, emission.note)
             if emission.finish_reason is not None:
-                self._close_queue(emission.request_id, emission.finish_reason, _failure(emission))
+                self._close_queue(emission.request_id, emission.finish_reason, failure_of(emission))
         self.meter.add(outcome.record)
 
     # -- the end ----------------------------------------------------------------------------------------------------------
@@ -362,15 +354,6 @@ def _ended_early(queue: OutputQueue, aborts: set[int]) -> FinishReason | None:
     if queue.request.request_id in aborts:
         return FinishReason.CANCELLED
     return FinishReason.TIMEOUT if has_passed(queue) else None
-
-
-def _failure(emission: Emission) -> RequestFailedError | None:
-    cause = emission.error
-    if cause is None:
-        return None
-    error = RequestFailedError(f"request {emission.request_id} failed: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
