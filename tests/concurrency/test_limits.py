@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import crowd
 import models
 import pytest
 from serving import Gate, ask, plain, rows, submit, together
@@ -22,8 +23,9 @@ def test_what_fits_exactly(llama: PreTrainedModel) -> None:
     truth = plain(llama, row.prompt, new)
     with hf_cb.continuous_batching(llama, **POOL) as engine:
         assert engine.submit(row.prompt, max_new_tokens=new).result().tokens == truth
-        results = together([lambda: llama.generate(row.ids, max_new_tokens=new)] * 6)
-        assert [tuple(out[0, len(row.prompt) :].tolist()) for out in results] == [truth] * 6
+        with crowd.held(engine, 6):
+            handles = [engine.submit(row.prompt, max_new_tokens=new) for _ in range(6)]
+        assert [handle.result().tokens for handle in handles] == [truth] * 6
         assert engine.stats().native_calls == {}
         assert engine.stats().preemptions > 0
 

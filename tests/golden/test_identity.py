@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import crowd
 import models
 import pytest
 import torch
@@ -50,7 +51,7 @@ def ask(model: PreTrainedModel, row: truth.Row) -> list[int]:
     return out[0, -len(row.tokens) :].tolist()
 
 
-def ask_together(model: PreTrainedModel, rows: Sequence[truth.Row], last_pause: float = LAST_PAUSE) -> list[list[int]]:
+def ask_together(model: PreTrainedModel, rows: Sequence[truth.Row]) -> list[list[int]]:
     pauses = random.Random(0)
 
     def later(job: tuple[truth.Row, float]) -> list[int]:
@@ -59,7 +60,14 @@ def ask_together(model: PreTrainedModel, rows: Sequence[truth.Row], last_pause: 
         return ask(model, row)
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
-        return list(threads.map(later, [(row, pauses.uniform(0, last_pause)) for row in rows]))
+        return list(threads.map(later, [(row, pauses.uniform(0, LAST_PAUSE)) for row in rows]))
+
+
+def ask_at_once(engine: hf_cb.Engine, model: PreTrainedModel, rows: Sequence[truth.Row]) -> list[list[int]]:
+    with ThreadPoolExecutor(len(rows)) as threads:
+        with crowd.held(engine, len(rows)):
+            answers = threads.map(lambda row: ask(model, row), rows)
+        return list(answers)
 
 
 def tokens(rows: Sequence[truth.Row]) -> list[list[int]]:
@@ -90,9 +98,11 @@ def test_alone(name: str) -> None:
 @pytest.mark.parametrize("name", models.SERVED)
 def test_in_company(name: str, mode: str) -> None:
     model, rows = truth.model(name), truth.rows(name) * 2
-    last_pause = 0.0 if mode == "small_pool" else LAST_PAUSE  # all at once: the pool is sure to run out
     with served(model, **MODES[mode]) as engine:
-        assert ask_together(model, rows, last_pause) == tokens(rows)
+        if mode == "small_pool":  # all at once: the pool is sure to run out
+            assert ask_at_once(engine, model, rows) == tokens(rows)
+        else:
+            assert ask_together(model, rows) == tokens(rows)
         stats = engine.stats()
     assert stats.native_calls == {}
     assert stats.mean_batch_size > 1

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import crowd
 import pytest
 import torch
 
@@ -18,11 +19,12 @@ from demo.prompts import QUESTIONS
 NUM_THREADS = 16
 pytestmark = pytest.mark.timeout(600)  # seconds: plain generate, a row at a time, is the slow part
 
+Prompts = list[dict[str, torch.Tensor]]
 Answers = list[list[int]]
 
 
 @pytest.fixture(scope="module")
-def model_and_prompts() -> tuple[Any, list[dict[str, torch.Tensor]]]:
+def model_and_prompts() -> tuple[Any, Prompts]:
     model, tokenizer = load()
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:32]]
     chats += [[{"role": "system", "content": "Answer in one word."}, *chat] for chat in chats]
@@ -34,7 +36,7 @@ def model_and_prompts() -> tuple[Any, list[dict[str, torch.Tensor]]]:
 
 
 @pytest.fixture(scope="module")
-def plain(model_and_prompts: tuple[Any, list[dict[str, torch.Tensor]]]) -> Answers:
+def plain(model_and_prompts: tuple[Any, Prompts]) -> Answers:
     model, prompts = model_and_prompts
     return [answer(model, i, prompt) for i, prompt in enumerate(prompts)]
 
@@ -44,11 +46,18 @@ def answer(model: Any, index: int, prompt: dict[str, torch.Tensor]) -> list[int]
     return list(out[0, prompt["input_ids"].shape[1] :].tolist())
 
 
-def one_by_one(model: Any, prompts: list[dict[str, torch.Tensor]]) -> Answers:
+def one_by_one(engine: hf_cb.Engine, model: Any, prompts: Prompts) -> Answers:
     return [answer(model, i, prompt) for i, prompt in enumerate(prompts)]
 
 
-def at_random_moments(model: Any, prompts: list[dict[str, torch.Tensor]]) -> Answers:
+def at_once(engine: hf_cb.Engine, model: Any, prompts: Prompts) -> Answers:
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        with crowd.held(engine, NUM_THREADS):
+            answers = threads.map(lambda job: answer(model, *job), enumerate(prompts))
+        return list(answers)
+
+
+def at_random_moments(engine: hf_cb.Engine, model: Any, prompts: Prompts) -> Answers:
     pauses = random.Random(0)
 
     def later(job: tuple[int, dict[str, torch.Tensor], float]) -> list[int]:
@@ -66,18 +75,18 @@ def at_random_moments(model: Any, prompts: list[dict[str, torch.Tensor]]) -> Ans
         pytest.param(one_by_one, {}, id="alone"),
         pytest.param(at_random_moments, {}, id="together"),
         pytest.param(at_random_moments, {"max_batch_tokens": 16}, id="token budget 16"),
-        pytest.param(at_random_moments, {"num_blocks": 20, "block_size": 8}, id="small pool"),
+        pytest.param(at_once, {"num_blocks": 20, "block_size": 8}, id="small pool"),
     ],
 )
 def test_tokens(
-    model_and_prompts: tuple[Any, list[dict[str, torch.Tensor]]],
+    model_and_prompts: tuple[Any, Prompts],
     plain: Answers,
-    ask: Callable[[Any, list[dict[str, torch.Tensor]]], Answers],
+    ask: Callable[[hf_cb.Engine, Any, Prompts], Answers],
     options: dict[str, int],
 ) -> None:
     model, prompts = model_and_prompts
     with hf_cb.continuous_batching(model, **options) as engine:
-        assert ask(model, prompts) == plain
+        assert ask(engine, model, prompts) == plain
         stats = engine.stats()
     assert stats.native_calls == {}
     assert stats.output_tokens == sum(map(len, plain))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import crowd
 import pytest
 import truth
 from transformers import PreTrainedModel
@@ -20,9 +21,10 @@ SMALL = {"block_size": 4, "num_blocks": 24, "swap_space": "1MiB"}
 def serve(model: PreTrainedModel, name: str, **options: object) -> hf_cb.EngineStats:
     rows = truth.rows(name) * 2
     with hf_cb.continuous_batching(model, **{**SMALL, **options}) as engine:
-        handles = [
-            engine.submit(row.prompt[0], max_new_tokens=len(row.tokens), cache_salt=str(i)) for i, row in enumerate(rows)
-        ]
+        with crowd.held(engine, len(rows)):
+            handles = [
+                engine.submit(row.prompt[0], max_new_tokens=len(row.tokens), cache_salt=str(i)) for i, row in enumerate(rows)
+            ]
         assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows]
         engine._worker.machinery.scheduler.check()
         return engine.stats()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import crowd
 import models
 import pytest
 import seam
@@ -37,9 +38,11 @@ def check(got: Any, logprobs: torch.Tensor, token: int, count: int) -> None:
 def test_output_and_prompt(options: dict[str, Any]) -> None:
     with seam.duo(options=options) as duo:
         call = {"max_new_tokens": NEW, "do_sample": True, "temperature": 2.0, "repetition_penalty": 1.3}
-        handles = [
-            duo.engine.submit(prompt, seed=i, logprobs=i % 4, prompt_logprobs=i % 3, **call) for i, prompt in enumerate(PROMPTS)
-        ]
+        with crowd.held(duo.engine, len(PROMPTS)):
+            handles = [
+                duo.engine.submit(prompt, seed=i, logprobs=i % 4, prompt_logprobs=i % 3, **call)
+                for i, prompt in enumerate(PROMPTS)
+            ]
         plain = duo.engine.submit(PROMPTS[0], seed=0, **call).result()
         results = [handle.result() for handle in handles]
         assert (duo.engine.stats().preemptions > 0) == ("num_blocks" in options)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import crowd
 import models
 import pytest
 import seam
@@ -71,7 +72,9 @@ def test_once_per_token_with_the_whole_history(options: dict[str, Any]) -> None:
             lists = {"logits_processor": LogitsProcessorList([note]), "stopping_criteria": StoppingCriteriaList([note])}
             return duo.served.generate(prompt, max_new_tokens=NEW, **lists)[0].tolist(), note
 
-        for prompt, (tokens, note) in zip(PROMPTS, threads.map(call, PROMPTS), strict=True):
+        with crowd.held(duo.engine, len(PROMPTS)):
+            answers = threads.map(call, PROMPTS)
+        for prompt, (tokens, note) in zip(PROMPTS, answers, strict=True):
             assert tokens == duo.plain.generate(prompt, max_new_tokens=NEW)[0].tolist()
             n = prompt.shape[1]
             assert note.processed == [tokens[: n + i] for i in range(NEW)]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import crowd
 import models
 import pytest
 import seam
@@ -95,7 +96,8 @@ def test_seeds_are_independent_of_neighbours_budget_and_preemption(duo: seam.Duo
     rows = seam.prompts(5, 11, 2, 8, 14, 3, 9, 1)
     with seam.duo(options=options) as other, ThreadPoolExecutor(len(rows)) as threads:
         call = {"do_sample": True, "temperature": 2.0, "max_new_tokens": NEW}
-        got = threads.map(lambda job: other.served.generate(job[1][None], seed=job[0], **call), enumerate(rows))
+        with crowd.held(other.engine, len(rows)):
+            got = threads.map(lambda job: other.served.generate(job[1][None], seed=job[0], **call), enumerate(rows))
         assert [out[0, -NEW:].tolist() for out in got] == [alone(duo, row, i) for i, row in enumerate(rows)]
         assert (other.engine.stats().preemptions > 0) == ("num_blocks" in options)
 
