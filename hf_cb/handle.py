@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +69,12 @@ class OutputQueue:
             if self._streaming:
                 self._changed.notify_all()
             self._wake_tasks()
+
+    def settle(self, tokens: Sequence[int]) -> None:
+        """Take all tokens at once: those of the best beam of a search that has ended. Engine thread only."""
+        with self._changed:
+            self.first_token_at = time.perf_counter()
+            self.tokens.extend(tokens)
 
     def _keep(self, note: TokenNote) -> None:
         if note.logprobs is not None:

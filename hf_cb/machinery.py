@@ -80,7 +80,7 @@ class Machinery:
             raise EngineDeadError("nothing can be scheduled although requests wait: the block accounting is broken")
         blocks_used = scheduler.blocks_used
         tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens
-        self._swap(output)
+        self._move_blocks(output)
         computing = time.perf_counter()
         result = self._execute(output)
         scheduler.observe(output, time.perf_counter() - computing)
@@ -109,18 +109,23 @@ class Machinery:
         self.scheduler.preempt_all()
         self.cache.release()
 
-    def _swap(self, output: SchedulerOutput) -> None:
-        """Copy blocks to and from the host. What fails here leaves blocks without their content: the engine dies of it."""
-        if not output.swap_out and not output.swap_in:
-            return
-        assert self.swap_space is not None  # or the scheduler would have no host blocks to give
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        """Copy blocks to and from the host and where beams part. What fails here leaves blocks without their content: the
+        engine dies of it."""
         began = time.perf_counter()
         if output.swap_out:
-            self.swap_space.copy_out(output.swap_out)
+            self._host().copy_out(output.swap_out)
         if output.swap_in:
-            self.swap_space.copy_in(output.swap_in)
-        num_blocks = len(output.swap_out) + len(output.swap_in)
-        self.scheduler.swap_cost.observe_swap(num_blocks, time.perf_counter() - began)
+            self._host().copy_in(output.swap_in)
+        num_swapped = len(output.swap_out) + len(output.swap_in)
+        if num_swapped:
+            self.scheduler.swap_cost.observe_swap(num_swapped, time.perf_counter() - began)
+        if output.copies:  # after what was swapped out: a copy may go to one of those blocks
+            self.cache.copy(output.copies)
+
+    def _host(self) -> SwapSpace:
+        assert self.swap_space is not None  # or the scheduler would have no host blocks to give
+        return self.swap_space
 
     def _execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the rows; where that fails, half of them at a time, until those to blame are found.

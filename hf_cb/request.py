@@ -63,6 +63,31 @@ class RowRules(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """What a `Search` has chosen after a step: beam i goes on from beam `parents[i]` of before, with `tokens[i]`.
+
+    `best`: set when the search has ended: the output tokens of the best beam. `parents` and `tokens` then mean nothing.
+    """
+
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+    best: tuple[int, ...] | None = None
+
+
+class Search(Protocol):
+    """Decides how several beams of one request go on, all at once. Called on the engine's thread alone, once per step of all.
+
+    An exception in `choose` ends the request, and no other.
+    """
+
+    width: int  # beams
+    num_chosen: int  # how often it has chosen: output tokens of each beam
+
+    def choose(self, logits: Any) -> Choice:
+        """From the logits [width, vocab] after each beam's last token; [1, vocab] the first time, after the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """One token's log-probability under the model's own distribution (the softmax of its logits, in float32, before
     temperature and all other options), and the `len(top_ids)` most probable tokens with theirs, the most probable first."""
@@ -106,7 +131,9 @@ class Request:
     `prompt`: at least one token id. `max_new_tokens`: at least one. `eos_token_ids`: any of these ends the sequence
     (the token itself is part of the result); empty: only the length ends it. `deadline`: on `time.monotonic()`'s clock.
     `logprobs`, `prompt_logprobs`: how many of the most probable tokens to report at each place of the output, and of the
-    prompt; None: nothing. `rules`: applied before the fields of `sampling`.
+    prompt; None: nothing. `rules`: applied before the fields of `sampling`. `search`: chooses for several beams of this request
+    in the place of `sampling`, `rules` and `eos_token_ids`. `fork_of`: the id of a request with the same prompt, whose blocks
+    it begins with if that one is running.
     """
 
     prompt: tuple[int, ...]
@@ -118,7 +145,14 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     rules: RowRules | None = field(default=None, compare=False, repr=False)
+    search: Search | None = field(default=None, compare=False, repr=False)
+    fork_of: int | None = None
     request_id: int = field(default_factory=lambda: next(_ids))  # unique in the process: nothing a caller can clash
+
+    @property
+    def width(self) -> int:
+        """Sequences that it is at the most: its beams, or one."""
+        return 1 if self.search is None else self.search.width
 
     @property
     def max_tokens(self) -> int:

@@ -306,6 +306,9 @@ class Worker:
         for emission in outcome.emissions:
             if emission.token is not None:
                 self._queues[emission.request_id].put(emission.token, emission.note)
+            if emission.best is not None:
+                self._queues[emission.request_id].settle(emission.best)
+                self.meter.output_tokens += len(emission.best)
             if emission.finish_reason is not None:
                 self._close_queue(emission.request_id, emission.finish_reason, failure_of(emission))
         self.meter.add(outcome.record)

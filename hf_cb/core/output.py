@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hf_cb.request import FinishReason, TokenNote
+from hf_cb.request import Choice, FinishReason, TokenNote
 
 
 class ScheduledRow(NamedTuple):
@@ -17,7 +17,7 @@ class ScheduledRow(NamedTuple):
 
     `token_ids` are the tokens whose keys and values this step computes; the first stands at position `start` of its
     sequence. `block_table` covers positions 0 .. start + len(token_ids) - 1. `samples` is true when these tokens catch
-    up with the sequence, so that the last one's logits give its next token.
+    up with the sequence, so that the last one's logits give its next token. `beam`: which of the request's beams it is.
     """
 
     request_id: int
@@ -25,6 +25,7 @@ class ScheduledRow(NamedTuple):
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
     samples: bool
+    beam: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +35,24 @@ class SchedulerOutput:
     rows: tuple[ScheduledRow, ...]
     num_scheduled_tokens: int
     preempted: tuple[int, ...] = ()  # request ids that lost their blocks while this step was composed
-    # Blocks to copy before the rows are computed, once, whatever becomes of those. Never both in one step.
+    # Blocks to copy before the rows are computed, in this order, once, whatever becomes of the rows. A step swaps in or out.
     swap_out: tuple[tuple[int, int], ...] = ()  # (block, host block)
     swap_in: tuple[tuple[int, int], ...] = ()  # (host block, block)
+    copies: tuple[tuple[int, int], ...] = ()  # (block, its copy): a sequence is about to write where others have their tokens
     # (request id, tokens found in the prefix cache) of those admitted the first time: news rather than a decision, told once.
     cached: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed: a token for every row that samples, or the error that belongs to that row alone."""
+    """What a step computed: a token for every row that samples, or the error that belongs to that row alone. The beams of a
+    search have no tokens, but a choice."""
 
     tokens: dict[int, int]  # request id -> sampled token id
     errors: dict[int, BaseException] = field(default_factory=dict)  # request id -> why that row has no token
     stopped: frozenset[int] = frozenset()  # request ids that end with their token, by rules of their own
     notes: dict[int, TokenNote] = field(default_factory=dict)  # request id -> what goes to its caller with the token
+    choices: dict[int, Choice] = field(default_factory=dict)  # request id -> how its beams go on, once all of them are computed
 
     @classmethod
     def of_parts(cls, parts: Iterable[StepResult]) -> StepResult:
@@ -56,7 +60,11 @@ class StepResult:
         whole = cls({})
         for part in parts:
             whole = cls(
-                whole.tokens | part.tokens, whole.errors | part.errors, whole.stopped | part.stopped, whole.notes | part.notes
+                whole.tokens | part.tokens,
+                whole.errors | part.errors,
+                whole.stopped | part.stopped,
+                whole.notes | part.notes,
+                whole.choices | part.choices,
             )
         return whole
 
@@ -69,3 +77,4 @@ class Emission(NamedTuple):
     finish_reason: FinishReason | None
     error: BaseException | None = None
     note: TokenNote | None = None
+    best: tuple[int, ...] | None = None  # of a search that has ended: all its output tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from array import array
 from collections.abc import Sequence as Tokens
@@ -31,6 +32,12 @@ class PrefixNames:
         self._block_size = block_size
         self._root = _hash(b"" if salt is None else b"salt " + salt.encode("utf-8", "surrogatepass"))
         self._names: list[BlockName] = []
+
+    def copy(self) -> PrefixNames:
+        """The same names, for a sequence that begins with the same tokens."""
+        other = copy.copy(self)
+        other._names = list(self._names)
+        return other
 
     def upto(self, num_blocks: int, tokens: Tokens[int]) -> list[BlockName]:
         """The names of at least the first `num_blocks` blocks, which `tokens` fill."""

@@ -19,7 +19,7 @@ from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.sequence import Sequence
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
-from hf_cb.request import FinishReason, Request, Status
+from hf_cb.request import Choice, FinishReason, Request, Status
 
 _WATERMARK = 100  # one block in so many stays free at admission, for those that run
 
@@ -29,24 +29,28 @@ class _Draft:
     """A step while it is composed."""
 
     budget: int  # tokens that may still be given
-    rows: dict[int, ScheduledRow] = field(default_factory=dict)
+    rows: dict[Sequence, ScheduledRow] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
     cached: list[tuple[int, int]] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)  # copy -> block: one that is handed out anew is copied to once
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
 
-    def grant(self, seq: Sequence, end: int, block_table: tuple[int, ...]) -> None:
+    def grant(self, seq: Sequence, end: int, copies: tuple[tuple[int, int], ...]) -> None:
         """Give `seq` its tokens up to position `end`."""
         start = seq.num_computed_tokens
         tokens = tuple(seq.tokens[start:end])
-        self.rows[seq.request_id] = ScheduledRow(seq.request_id, start, tokens, block_table, end == len(seq.tokens))
+        samples = end == len(seq.tokens) and not seq.tails
+        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, seq.block_table, samples, seq.beam)
         self.budget -= end - start
+        for block, copy in copies:
+            self.copies[copy] = block
 
     def revoke(self, seq: Sequence) -> None:
         """Take back what `seq` was given in this step, if anything: it is preempted."""
-        row = self.rows.pop(seq.request_id, None)
-        if row is not None:
-            self.budget += len(row.token_ids)
+        for member in seq.members:
+            row = self.rows.pop(member, None)
+            self.budget += 0 if row is None else len(row.token_ids)
         self.preempted.append(seq.request_id)
 
 
@@ -94,15 +98,16 @@ class Scheduler:
         self._pacer = None if target_itl is None else Pacer(target_itl, block_size)
         self._watermark = num_blocks // _WATERMARK
         self._is_crowded = False  # somebody was preempted, and nobody has ended since
+        self._num_rows = 0  # of the running requests, each counted by its width
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks and get tokens."""
-        return len(self._running)
+        """Sequences that hold blocks and get tokens; a request with beams counts as all of them."""
+        return self._num_rows
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that were not admitted yet, or were preempted."""
+        """Requests that were not admitted yet, or were preempted."""
         return len(self._policy)
 
     @property
@@ -132,6 +137,16 @@ class Scheduler:
     def check_fits(self, request: Request) -> None:
         """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask."""
         slots = request.max_tokens - 1  # the last token is never fed back, so it needs no slot
+        if request.width > self._max_batch_size:
+            raise RequestTooLongError(
+                f"num_beams: {request.width} beams run together, and max_batch_size is {self._max_batch_size}"
+            )
+        needed = self._kv.num_needed(len(request.prompt), slots, request.width)
+        if request.width > 1 and needed > self._kv.num_blocks:
+            raise RequestTooLongError(
+                f"num_beams: {request.width} beams of {request.max_tokens} tokens can take {needed} blocks, and the KV cache "
+                f"has {self._kv.num_blocks}; raise num_blocks or kv_cache_memory"
+            )
         if slots > self._kv.num_slots:
             raise RequestTooLongError(
                 f"max_new_tokens: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones are "
@@ -182,6 +197,7 @@ class Scheduler:
             num_scheduled_tokens=budget - draft.budget,
             preempted=tuple(draft.preempted),
             swap_out=tuple(draft.swap_out),
+            copies=tuple((block, copy) for copy, block in draft.copies.items()),
             swap_in=tuple(draft.swap_in),
             cached=tuple(draft.cached),
         )
@@ -202,20 +218,28 @@ class Scheduler:
         """
         emissions = []
         for row in output.rows:
-            seq = self._sequences.get(row.request_id)
-            if seq is None:  # aborted since
+            head = self._sequences.get(row.request_id)
+            if head is None:  # aborted since
                 continue
             error = result.errors.get(row.request_id) if result.errors else None
             if error is not None:
-                self._end(seq, FinishReason.FAILED)
+                self._end(head, FinishReason.FAILED)
                 emissions.append(Emission(row.request_id, None, FinishReason.FAILED, error))
                 continue
-            if seq.num_computed_tokens != row.start or seq.status is not Status.RUNNING:
+            seq = head.beams[row.beam] if head.beams else head
+            if seq.num_computed_tokens != row.start or head.status is not Status.RUNNING:
                 raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
             seq.num_computed_tokens += len(row.token_ids)
             self._kv.publish(seq)
-            if row.samples:
+            if seq.tails and not seq.lacks:
+                tails, seq.tails = seq.tails, ()
+                self._branch(seq, [(seq, tail) for tail in tails])
+            elif row.samples and seq.request.search is None:
                 emissions.append(self._append(seq, result))
+        for request_id, choice in result.choices.items():
+            head = self._sequences.get(request_id)
+            if head is not None:
+                emissions += self._choose(head, choice)
         return emissions
 
     def check(self) -> None:
@@ -225,9 +249,11 @@ class Scheduler:
         waiting = [seq for seq in self._sequences.values() if seq.status is Status.WAITING]
         if len(running) + len(waiting) != len(self._sequences) or len(waiting) != len(self._policy):
             raise EngineDeadError("scheduler: a sequence is neither waiting nor running")
-        if {seq.request_id for seq in running} != self._running.keys() or len(running) > self._max_batch_size:
+        if {seq.request_id for seq in running} != self._running.keys() or self._num_rows > self._max_batch_size:
             raise EngineDeadError("scheduler: the running sequences are not those that were admitted, or are too many")
-        if any(seq.block_table or seq.num_computed_tokens for seq in waiting):
+        if sum(seq.request.width for seq in running) != self._num_rows:
+            raise EngineDeadError("scheduler: the running sequences are not as many as it counts")
+        if any(seq.block_table or seq.num_computed_tokens or seq.beams for seq in waiting):
             raise EngineDeadError("scheduler: a waiting sequence holds blocks")
         if self._kv.blocks_used and not running:
             raise EngineDeadError("scheduler: nothing runs, yet blocks are held")
@@ -236,79 +262,91 @@ class Scheduler:
         """Tokens of the next step."""
         if self._pacer is None:
             return self._max_batch_tokens
-        singles = sum(map(_lacks_one_token, self._running.values()))
+        singles = sum(map(_lacks_one_token, self._members()))
         if not singles:
             return self._max_batch_tokens
         return min(self._max_batch_tokens, singles + self._pacer.allowance())
 
+    def _members(self) -> list[Sequence]:
+        return [member for seq in self._running.values() for member in seq.members]
+
     def _serve_running(self, draft: _Draft) -> None:
-        running = list(self._running.values())
+        running = self._members()
         if self._pacer is not None:  # a prompt must not take what the budget has for the next token of the others
             running.sort(key=_lacks_one_token, reverse=True)
         for seq in running:
             if draft.budget == 0:
                 return
-            if seq.status is not Status.RUNNING:  # preempted for one before it
+            if seq.request_id not in self._running:  # preempted for one before it
                 continue
             end = min(seq.num_tokens, seq.num_computed_tokens + draft.budget)
-            block_table = self._reserve_or_preempt(seq, end, draft)
-            if block_table is not None:
-                draft.grant(seq, end, block_table)
+            if end == seq.num_computed_tokens:  # a beam that waits for the others
+                continue
+            copies = self._reserve_or_preempt(seq, end, draft)
+            if copies is not None:
+                draft.grant(seq, end, copies)
 
-    def _reserve_or_preempt(self, seq: Sequence, end: int, draft: _Draft) -> tuple[int, ...] | None:
-        """Blocks for `seq` up to position `end`, at the cost of the less deserving. None: it is itself the least deserving."""
-        while (block_table := self._kv.reserve(seq, end)) is None:
+    def _reserve_or_preempt(self, seq: Sequence, end: int, draft: _Draft) -> tuple[tuple[int, int], ...] | None:
+        """Blocks for `seq` up to position `end`, at the cost of the less deserving, and which of them are to be copied first.
+        None: it is itself the least deserving."""
+        while (copies := self._kv.reserve(seq, end)) is None:
             victim = self._policy.victim(self._running.values())
             draft.revoke(victim)
             draft.swap_out += self._preempt(victim, may_move=True)
-            if victim is seq:
+            if victim.request_id == seq.request_id:
                 return None
-        return block_table
+        return copies
 
     def _admit(self, draft: _Draft) -> None:
-        while draft.budget > 0 and len(self._running) < self._max_batch_size:
+        while draft.budget > 0:
             seq = self._policy.next_waiting()
-            if seq is None:
+            if seq is None or self._num_rows + seq.request.width > self._max_batch_size:
                 return
-            prefix = self._kv.match_prefix(seq) if not seq.host_blocks else ()
-            if prefix is None:  # what it needs next is being computed: wait for that rather than compute it twice
-                return
+            start = None if seq.host_blocks else self._kv.find_start(seq, self._sibling(seq))
+            if start is None and not seq.host_blocks:
+                return  # what it needs next is being computed: wait for that rather than compute it twice
             # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
-            if not self._kv.can_reserve(seq, seq.num_tokens, prefix, self._headroom()):
+            if not self._kv.can_reserve(seq, seq.num_tokens, start, self._headroom() + self._kv.num_for_beams(seq)):
                 return
-            if seq.host_blocks:
+            if start is None:
                 draft.swap_in += self._kv.move_in(seq)
             else:
-                self._kv.adopt(seq, prefix)
+                self._kv.adopt(seq, start)
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 self._policy.charge(seq, seq.num_tokens - seq.num_cached_tokens, 0)
                 draft.cached.append((seq.request_id, seq.num_cached_tokens))
             end = min(seq.num_tokens, seq.num_computed_tokens + draft.budget)
-            block_table = self._kv.reserve(seq, end)
-            assert block_table is not None  # can_reserve said so, for more
+            copies = self._kv.reserve(seq, end)
+            assert copies is not None  # can_reserve said so, for more
             self._policy.remove(seq)
             seq.status = Status.RUNNING
             self._running[seq.request_id] = seq
-            draft.grant(seq, end, block_table)
+            self._num_rows += seq.request.width
+            draft.grant(seq, end, copies)
+
+    def _sibling(self, seq: Sequence) -> Sequence | None:
+        return None if seq.request.fork_of is None else self._running.get(seq.request.fork_of)
 
     def _headroom(self) -> int:
         """Blocks to leave free for those that run, so that who is admitted is not preempted, or preempts, right away."""
         if not self._running:
             return 0
-        return max(self._watermark, len(self._running)) if self._is_crowded else self._watermark
+        return max(self._watermark, self._num_rows) if self._is_crowded else self._watermark
 
     def _preempt(self, seq: Sequence, may_move: bool = False) -> tuple[tuple[int, int], ...]:
         """Take `seq`'s blocks. It keeps its tokens; when it is resumed, it computes their keys and values again, or has them
         copied back from the host. Returns what is to be copied there first."""
-        num_host_blocks = self._kv.num_host_blocks_for(seq) if may_move else None
+        num_host_blocks = self._kv.num_host_blocks_for(seq) if may_move and not seq.beams else None
         pairs: tuple[tuple[int, int], ...] = ()
         if num_host_blocks is not None and self.swap_cost.is_cheaper(seq.num_computed_tokens, num_host_blocks):
             pairs = self._kv.move_out(seq)
             self.num_swaps += 1
         else:
-            self._kv.release(seq)
-        del self._running[seq.request_id]
+            self._release(seq)
+        if seq.beams:
+            seq.fold()
+        self._leave(seq)
         seq.status = Status.WAITING
         self._policy.put_back(seq)
         self._is_crowded = True
@@ -330,12 +368,40 @@ class Scheduler:
             self._end(seq, reason)
         return Emission(seq.request_id, token, reason, note=result.notes.get(seq.request_id))
 
+    def _choose(self, head: Sequence, choice: Choice) -> list[Emission]:
+        """Let the beams of a search go on as it has chosen, or end it."""
+        self._policy.charge(head, 0, head.request.width)
+        if choice.best is None:
+            members = head.members
+            pairs = zip(choice.parents, choice.tokens, strict=True)
+            self._branch(head, [(members[parent], (token,)) for parent, token in pairs])
+            return []
+        ended = choice.best[-1:] and choice.best[-1] in head.request.eos_token_ids
+        is_full = len(choice.best) == head.request.max_new_tokens and not ended
+        reason = FinishReason.LENGTH if is_full else FinishReason.STOP
+        self._end(head, reason)
+        return [Emission(head.request_id, None, reason, best=choice.best)]
+
+    def _branch(self, head: Sequence, tails: list[tuple[Sequence, tuple[int, ...]]]) -> None:
+        """Make new beams of a request that is running: each goes on from a present one with tokens of its own."""
+        branches = [(parent, parent.branch(i, tail)) for i, (parent, tail) in enumerate(tails)]
+        self._kv.branch(head.members, branches)
+        head.beams = tuple(branch for _, branch in branches)
+
+    def _release(self, seq: Sequence) -> None:
+        for member in seq.members:
+            self._kv.release(member)
+
+    def _leave(self, seq: Sequence) -> None:
+        del self._running[seq.request_id]
+        self._num_rows -= seq.request.width
+
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.status is Status.RUNNING:
-            del self._running[seq.request_id]
+            self._leave(seq)
         else:
             self._policy.remove(seq)
-        self._kv.release(seq)
+        self._release(seq)
         self._is_crowded = False
         del self._sequences[seq.request_id]
         seq.status = Status.FINISHED
@@ -343,4 +409,4 @@ class Scheduler:
 
 
 def _lacks_one_token(seq: Sequence) -> bool:
-    return len(seq.tokens) - seq.num_computed_tokens == 1
+    return seq.lacks == 1

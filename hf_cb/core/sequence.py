@@ -1,7 +1,8 @@
-"""Sequence: the mutable state of one request in the scheduler."""
+"""Sequence: the mutable state of one request, or of one of its beams, in the scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from hf_cb.core.prefix import PrefixNames
@@ -16,6 +17,10 @@ class Sequence:
     `tokens`: the prompt, then the output. The keys and values of the first `num_computed_tokens` of them are in the
     blocks of `block_table`, which may cover more: what a step that has not ended will write. The first
     `num_cached_tokens` were there already when it was first admitted.
+
+    A request with a search is one sequence, its trunk, until the prompt is computed; from then on its `beams` are sequences of
+    their own, which hold the blocks. When they are preempted, they become a trunk again, of what they have in common, and
+    `tails`: the tokens that each had beyond that.
     """
 
     request: Request
@@ -31,6 +36,9 @@ class Sequence:
     num_swapped_tokens: int = 0
     num_published: int | None = 0  # of its blocks; None: no more of what it holds may be published
     names: PrefixNames | None = None  # made by the KV manager, when it has a use for them
+    beams: tuple[Sequence, ...] = ()
+    beam: int = 0  # which of its request's beams this is
+    tails: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -44,6 +52,32 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens known so far: prompt and output."""
         return len(self.tokens)
+
+    @property
+    def lacks(self) -> int:
+        """Tokens whose keys and values are to be computed."""
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def members(self) -> tuple[Sequence, ...]:
+        """The sequences that steps compute for this request: its beams, or itself."""
+        return self.beams or (self,)
+
+    def branch(self, beam: int, tokens: Tokens[int]) -> Sequence:
+        """Beam `beam` of this sequence's request, which goes on from here with `tokens`. It holds no blocks yet."""
+        seq = Sequence(self.request, self.arrival, self.arrived_at, beam=beam)
+        seq.tokens = [*self.tokens, *tokens]
+        seq.names = None if self.names is None else self.names.copy()
+        return seq
+
+    def fold(self) -> None:
+        """Become the trunk of the beams again, as far as they are alike; each keeps at least one token to compute."""
+        rows = [beam.tokens for beam in self.beams]
+        length = min(map(len, rows)) - 1
+        common = next((i for i in range(length) if len({row[i] for row in rows}) > 1), length)
+        self.tails = tuple(tuple(row[common:]) for row in rows)
+        self.tokens = rows[0][:common]
+        self.beams = ()
 
     @property
     def num_output_tokens(self) -> int:

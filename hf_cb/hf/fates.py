@@ -21,6 +21,7 @@ _SAME = "changes how plain generate computes, not what: no effect"
 _ROWS = "transformers' own processor or criterion, run row by row with the whole history"
 _ENDS = f"{_ROWS}; several rows without an end-of-sequence id natively"
 _MODE = "a decoding mode of its own"
+_BEAMS = "beam search and beam sampling; the beams share the blocks of what they have in common"
 
 FATES: dict[str, Fate] = {
     # Arguments of generate() itself
@@ -59,7 +60,7 @@ FATES: dict[str, Fate] = {
     "temperature": Fate("engine"),
     "top_k": Fate("engine"),
     "top_p": Fate("engine"),
-    "num_return_sequences": Fate("engine", "with sampling; each is a request of its own"),
+    "num_return_sequences": Fate("engine", "samples fork from the first one's prompt; or the best of the beams"),
     "min_p": Fate("engine"),
     "repetition_penalty": Fate("engine"),
     "suppress_tokens": Fate("engine"),
@@ -86,13 +87,11 @@ FATES: dict[str, Fate] = {
     ),
     "guidance_scale": Fate("native", "calls the model itself"),
     # Decoding modes
+    **dict.fromkeys(("num_beams", "length_penalty", "early_stopping"), Fate("engine", _BEAMS)),
     **dict.fromkeys(
         (
-            "num_beams",
             "num_beam_groups",
             "diversity_penalty",
-            "length_penalty",
-            "early_stopping",
             "constraints",
             "force_words_ids",
             "penalty_alpha",
@@ -115,8 +114,9 @@ FATES: dict[str, Fate] = {
     ),
     # Results
     "return_dict_in_generate": Fate("engine", "`sequences`, `scores`, `logits`; the cache stays with the engine"),
-    "output_scores": Fate("engine", "several rows that may end apart natively"),
-    "output_logits": Fate("engine", "several rows that may end apart natively"),
+    **dict.fromkeys(
+        ("output_scores", "output_logits"), Fate("engine", "several rows that may end apart, or have beams, natively")
+    ),
     "output_attentions": Fate("native"),
     "output_hidden_states": Fate("native"),
     # Plain generate's own machinery
@@ -137,7 +137,7 @@ FATES: dict[str, Fate] = {
 def has_no_form_for_submit(option: str) -> bool:
     """Whether a model's generation config that sets this option asks for what only `generate()` serves."""
     fate = FATES.get(option, Fate("native"))
-    return fate.where == "native" or fate.note in (_ROWS, _ENDS) or option == "min_length"  # which counts the prompt
+    return fate.where == "native" or fate.note in (_ROWS, _ENDS, _BEAMS) or option == "min_length"  # which counts the prompt
 
 
 _OFF_AT = {

@@ -9,15 +9,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -25,14 +23,19 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from hf_cb.engine import Engine
-from hf_cb.errors import HFCBError, InvalidArgumentError, RequestFailedError
+from hf_cb.errors import HFCBError, InvalidArgumentError, RequestFailedError, RequestTooLongError
 from hf_cb.handle import GenerationHandle
+from hf_cb.hf.beam_search import BeamSearch
+from hf_cb.hf.beams import beam_output, beam_requests
+from hf_cb.hf.call import Call, Stopping
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
-from hf_cb.hf.rules import GoNativeError, OwnRules, criteria_of_row, processors_of_row
+from hf_cb.hf.rules import GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.sampling import Prompts, split
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
+_BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *_BEAMS)
 _Dropout: Any = torch.nn.modules.dropout._DropoutNd
 _CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
 # Arguments of generate() that are not fields of the config, and that the engine understands or transformers' preamble handles.
@@ -129,7 +132,9 @@ def generate(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
-        call = _Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs.get("attention_mask"))
+        if streamer is not None and generation_config.get_generation_mode() in _BEAMS:
+            raise GoNativeError("a streamer beside beams")  # plain generate has an error for it
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs.get("attention_mask"))
         deadline = service.deadline()
         requests = [replace(request, service=service, deadline=deadline) for request in _requests(engine, call, seed)]
         return _run(engine, call, requests, streamer, recorder.prompt if recorder else None)
@@ -152,107 +157,86 @@ def with_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call after the preamble."""
-
-    input_ids: torch.Tensor  # [B, T], left-padded
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    attention_mask: torch.Tensor | None  # [B, T], None: all ones
-
-
-def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
+def _requests(engine: Engine, call: Call, seed: int | None) -> list[Request]:
     """One request per row, checked against the model and the pool. Raises GoNativeError or InvalidArgumentError."""
-    config = call.config
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    mode = call.config.get_generation_mode()
+    if mode not in _MODES:
         raise GoNativeError(f"generation mode {mode.value}")
     for name in ("output_attentions", "output_hidden_states"):
-        if config.return_dict_in_generate and getattr(config, name, None):
+        if call.keeps(name):
             raise GoNativeError(f"option {name}")
     if call.input_ids.numel() == 0:
         raise InvalidArgumentError(f"input_ids: takes at least one row of at least one token; got {list(call.input_ids.shape)}")
-    prompts = _prompts(call)
-    max_new_tokens, eos, criteria = _stopping(call)
-    padding = tuple(call.input_ids.shape[1] - len(prompt) for prompt in prompts)
-    processors, params = split(call.processors, bool(config.do_sample), Prompts(call.input_ids.shape[1], padding, eos))
     served = engine.served()
-    if params.do_sample and seed is None:
+    if call.config.do_sample and seed is None:
         seed = served.draw_seed()
-    requests = [
-        Request(prompt, max_new_tokens, eos, replace(params, seed=check_seed((seed or 0) + i)))
-        for i, prompt in enumerate(prompts)
-    ]
+    make = beam_requests if mode in _BEAMS else _row_requests
+    requests = make(call, seed or 0)
     for request in requests:
         limit = served.max_positions
         if limit is not None and request.max_tokens > limit and (len(request.prompt) <= limit or served.stretches):
             # Plain generate may go past the model's positions, or stop before it gets there; only it knows.
             raise GoNativeError(f"prompt and max_new_tokens together exceed the {limit} positions that rows can share")
+        _check(engine, request)
+    return requests
+
+
+def _check(engine: Engine, request: Request) -> None:
+    try:
         engine.check(request)
-    # Last: a history has room for as many tokens as were asked for.
-    return [replace(r, rules=_rules(call, i, max_new_tokens, processors, criteria, bool(eos))) for i, r in enumerate(requests)]
+    except RequestTooLongError as error:
+        if request.width == 1:
+            raise
+        raise GoNativeError(str(error)) from None  # where one row would fit, its beams may not
 
 
-def _rules(
-    call: _Call, row: int, max_new_tokens: int, processors: list[Any], criteria: list[Any], has_eos: bool
-) -> OwnRules | None:
+def _row_requests(call: Call, seed: int) -> list[Request]:
+    """One per row; the samples of one prompt fork from the first."""
+    prompts, stopping = call.prompts(), call.stopping()
+    eos, length = stopping.eos_token_ids, call.input_ids.shape[1]
+    padding = tuple(length - len(prompt) for prompt in prompts)
+    processors, params = split(call.processors, bool(call.config.do_sample), Prompts(length, padding, eos))
+    requests: list[Request] = []
+    for i, prompt in enumerate(prompts):
+        first = i - i % _rows_per_prompt(call)
+        requests.append(
+            Request(
+                prompt,
+                stopping.max_new_tokens,
+                eos,
+                replace(params, seed=check_seed(seed + i)),
+                rules=_rules(call, i, stopping, processors),
+                fork_of=requests[first].request_id if first < i else None,
+            )
+        )
+    return requests
+
+
+def _rows_per_prompt(call: Call) -> int:
+    return max(1, call.config.num_return_sequences or 1)
+
+
+def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any]) -> OwnRules | None:
     """What the engine has no field for, for one row of the call. None: nothing."""
-    config = call.config
-    keep_scores = bool(config.return_dict_in_generate and config.output_scores)
-    keep_logits = bool(config.return_dict_in_generate and config.output_logits)
-    if not (processors or criteria or keep_scores or keep_logits):
+    keep_scores, keep_logits = call.keeps("output_scores"), call.keeps("output_logits")
+    if not (processors or stopping.criteria or keep_scores or keep_logits):
         return None
-    num_rows = len(call.input_ids)
+    num_rows, has_eos = len(call.input_ids), bool(stopping.eos_token_ids)
     if num_rows > 1 and has_eos and (keep_scores or keep_logits):
         raise GoNativeError("scores of several rows that may end apart: plain generate goes on computing those that ended")
-    own = processors_of_row(processors, row, num_rows, num_rows // max(1, config.num_return_sequences or 1))
+    part = Part(slice(row, row + 1), row // _rows_per_prompt(call))
     return OwnRules(
         call.input_ids[row : row + 1],
-        max_new_tokens,
-        own,
-        criteria_of_row(criteria, num_rows, has_eos),
+        stopping.max_new_tokens,
+        processors_of(processors, part, is_whole=num_rows == 1),
+        criteria_of_row(stopping.criteria, num_rows, has_eos),
         keep_scores,
         keep_logits,
     )
 
 
-def _stopping(call: _Call) -> tuple[int, frozenset[int], list[Any]]:
-    """(new tokens at most, end-of-sequence ids, criteria to run as they are)."""
-    lengths, eos, own = [], set[int](), []
-    for criterion in call.criteria:  # the first that is met counts
-        if type(criterion) is MaxLengthCriteria:
-            lengths.append(criterion.max_length - call.input_ids.shape[1])
-        elif type(criterion) is EosTokenCriteria:
-            eos.update(criterion.eos_token_id.flatten().tolist())
-        else:
-            own.append(criterion)
-    if not lengths:
-        raise GoNativeError("no limit on the length")
-    return max(1, min(lengths)), frozenset(eos), own  # plain generate looks at the criteria after a token, not before
-
-
-def _prompts(call: _Call) -> list[tuple[int, ...]]:
-    """Each row without its left padding. A mask with a hole, or with padding on the right, is plain generate's business."""
-    if call.input_ids.dim() != 2 or call.input_ids.dtype not in (torch.int64, torch.int32):
-        raise GoNativeError(f"input ids that are {call.input_ids.dtype} {list(call.input_ids.shape)}")
-    ids = call.input_ids.tolist()
-    if call.attention_mask is None:
-        return [tuple(row) for row in ids]
-    mask = call.attention_mask
-    if mask.shape != call.input_ids.shape:
-        raise GoNativeError("an attention mask of another shape than the ids")
-    kept = mask != 0
-    if not torch.equal(kept.to(mask.dtype), mask):
-        raise GoNativeError("an attention mask with values other than 0 and 1")
-    if not bool((kept[:, -1] & (kept.int().diff(dim=1) >= 0).all(dim=1)).all()):
-        raise GoNativeError("an attention mask with a hole or with padding on the right")
-    return [tuple(row[len(row) - n :]) for row, n in zip(ids, kept.sum(dim=1).tolist(), strict=True)]
-
-
 def _run(
-    engine: Engine, call: _Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
+    engine: Engine, call: Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
 ) -> Any:
     handles = engine.submit_all(requests)
     pad = call.config._pad_token_tensor
@@ -275,8 +259,11 @@ def _run(
     raise own
 
 
-def _output(call: _Call, requests: list[Request], rows: list[tuple[int, ...]], pad_token: int) -> Any:
+def _output(call: Call, requests: list[Request], rows: list[tuple[int, ...]], pad_token: int) -> Any:
     """What plain generate returns: sequences [B, n], or an output object with them."""
+    searches = [request.search for request in requests if isinstance(request.search, BeamSearch)]
+    if searches:
+        return beam_output(call, searches)
     new = torch.full((len(rows), max(map(len, rows))), pad_token)
     for i, row in enumerate(rows):
         new[i, : len(row)] = torch.tensor(row)
@@ -299,7 +286,8 @@ def _steps(rows: list[tuple[torch.Tensor, ...] | None]) -> tuple[torch.Tensor, .
 
 def _own_error(requests: list[Request]) -> BaseException | None:
     """What a processor or criterion of the caller's raised, which plain generate raises as it is."""
-    errors = (request.rules.error for request in requests if isinstance(request.rules, OwnRules))
+    own = (request.search or request.rules for request in requests)
+    errors = (rules.error for rules in own if isinstance(rules, (OwnRules, BeamSearch)))
     return next((error for error in errors if error is not None), None)
 
 

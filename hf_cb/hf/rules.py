@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,15 +79,29 @@ class OwnRules:
         return self._ids[:, : self._length]
 
 
-def processors_of_row(processors: Iterable[Any], row: int, num_rows: int, num_prompts: int) -> LogitsProcessorList:
-    """The processors as they are for one row of a call. Raises GoNativeError for one that may mix rows, or calls the model."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a call that choose their tokens together: a single one, or the beams of a prompt."""
+
+    rows: slice
+    prompt: int
+
+    @property
+    def width(self) -> int:
+        """How many rows."""
+        return int(self.rows.stop - self.rows.start)
+
+
+def processors_of(processors: Iterable[Any], part: Part, is_whole: bool) -> LogitsProcessorList:
+    """The processors as they are for one part of a call, or the whole of it. Raises GoNativeError for one that may mix rows of
+    several parts, or calls the model."""
     found = LogitsProcessorList()
     for processor in processors:
         kind = type(processor)
         if kind is UnbatchedClassifierFreeGuidanceLogitsProcessor:
             raise GoNativeError(f"logits processor {kind.__name__} calls the model itself")
-        if num_rows > 1:
-            processor = _adapted(processor, row, num_rows // num_prompts)
+        if not is_whole:
+            processor = _adapted(processor, part)
         found.append(processor)
     return found
 
@@ -103,41 +118,43 @@ def criteria_of_row(criteria: Iterable[Any], num_rows: int, has_eos: bool) -> St
     return found
 
 
-def _adapted(processor: Any, row: int, rows_per_prompt: int) -> Any:
+def _adapted(processor: Any, part: Part) -> Any:
     kind = type(processor)
     if kind in _ROW_BY_ROW:
         return processor
     adapt = _ADAPTED.get(kind)
     if adapt is not None:
-        return adapt(processor, row, rows_per_prompt)
+        return adapt(processor, part)
     if getattr(processor, "supports_continuous_batching", None) is True:
         return processor  # it says so itself
     raise GoNativeError(f"logits processor {kind.__name__} for several rows: it may look across them")
 
 
-def _repetition(processor: RepetitionPenaltyLogitsProcessor, row: int, rows_per_prompt: int) -> Any:
+def _repetition(processor: RepetitionPenaltyLogitsProcessor, part: Part) -> Any:
     ignored = processor.prompt_ignore_length
     if not isinstance(ignored, torch.Tensor):
         return processor
-    return RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[row : row + 1])
+    return RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[part.rows])
 
 
-def _prefix(processor: PrefixConstrainedLogitsProcessor, row: int, rows_per_prompt: int) -> Any:
-    allowed, batch_id = processor._prefix_allowed_tokens_fn, row // rows_per_prompt
-    return PrefixConstrainedLogitsProcessor(lambda _, sentence: allowed(batch_id, sentence), 1)
+def _prefix(processor: PrefixConstrainedLogitsProcessor, part: Part) -> Any:
+    allowed = processor._prefix_allowed_tokens_fn
+    return PrefixConstrainedLogitsProcessor(lambda _, sentence: allowed(part.prompt, sentence), part.width)
 
 
-def _encoder_ids(processor: Any, row: int, rows_per_prompt: int) -> Any:
+def _encoder_ids(processor: Any, part: Part) -> Any:
     own = copy.copy(processor)
-    prompt = row // rows_per_prompt
-    if hasattr(own, "encoder_input_ids"):
-        own.encoder_input_ids = own.encoder_input_ids[prompt : prompt + 1]
+    prompt = slice(part.prompt, part.prompt + 1)
+    if not hasattr(own, "encoder_input_ids"):
+        own.batch_size, own.generated_ngrams = 1, own.generated_ngrams[prompt]
+    elif part.width > 1:
+        raise GoNativeError(f"logits processor {type(processor).__name__} for the beams of several prompts")
     else:
-        own.batch_size, own.generated_ngrams = 1, own.generated_ngrams[prompt : prompt + 1]
+        own.encoder_input_ids = own.encoder_input_ids[prompt]
     return own
 
 
-def _stateful(processor: Any, row: int, rows_per_prompt: int) -> Any:
+def _stateful(processor: Any, part: Part) -> Any:
     if processor.state is not None:
         raise GoNativeError(f"logits processor {type(processor).__name__} has begun with another batch")
     return copy.copy(processor)
@@ -172,8 +189,8 @@ _ROW_BY_ROW = _known(
     "TypicalLogitsWarper",
     "WatermarkLogitsProcessor",
 )
-# They hold something of each row of the batch: (processor, row, rows per prompt) -> the row's own.
-_Adapt = Callable[[Any, int, int], Any]
+# They hold something of each row of the batch: (processor, part) -> the part's own.
+_Adapt = Callable[[Any, Part], Any]
 _ADAPTED: dict[Any, _Adapt] = {
     RepetitionPenaltyLogitsProcessor: _repetition,
     PrefixConstrainedLogitsProcessor: _prefix,

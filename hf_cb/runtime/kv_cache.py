@@ -39,6 +39,13 @@ class KVCache:
             LayerKV(self._zeros(spec, spec.head_size), self._zeros(spec, spec.value_head_size)) for spec in self._specs
         )
 
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each, in every layer; no target stands twice. All sources are read first."""
+        sources, targets = torch.tensor(pairs).T
+        for layer in self.layers:
+            for blocks in layer:
+                blocks[targets.to(blocks.device)] = blocks[sources.to(blocks.device)]
+
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
         shape = (self.num_blocks, self.block_size, spec.num_kv_heads, head_size)
         if spec.device.type != "cpu":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_cb.core.output import SchedulerOutput, StepResult
-from hf_cb.request import Request, TokenNote
+from hf_cb.core.output import ScheduledRow, SchedulerOutput, StepResult
+from hf_cb.request import Choice, Request, TokenNote
+from hf_cb.runtime.beams import Beams
 from hf_cb.runtime.input_batch import InputBatch, build_input_batch
 from hf_cb.runtime.logprobs import PromptLogprobs
 from hf_cb.runtime.port import AttentionPort
@@ -27,11 +28,15 @@ class ModelRunner:
         self._block_size = block_size
         self._device = device
         self._rows: dict[int, RowState] = {}
+        self._beams: dict[int, Beams] = {}
         self._prompts: dict[int, PromptLogprobs] = {}  # of requests that want them and have no token yet
         self.model_seconds = 0.0  # in the latest step
 
     def add(self, request: Request) -> None:
         """Make ready to sample for `request`."""
+        if request.search is not None:
+            self._beams[request.request_id] = Beams(request, request.search)
+            return
         self._rows[request.request_id] = RowState.of(request, self._device)
         prompt = PromptLogprobs.of(request)
         if prompt is not None:
@@ -40,6 +45,7 @@ class ModelRunner:
     def remove(self, request_id: int) -> None:
         """Forget a request; unknown ids are fine."""
         self._rows.pop(request_id, None)
+        self._beams.pop(request_id, None)
         self._prompts.pop(request_id, None)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -51,10 +57,16 @@ class ModelRunner:
             logits = self.forward(batch)
             self.model_seconds = time.perf_counter() - began
             errors = self._note_prompts(batch, logits)
+            logits = logits[: len(batch.sampling_ids)]
+            choices: dict[int, Choice] = {}
             ids = batch.sampling_ids
+            if self._beams:
+                sampling = [row for row in output.rows if row.samples]
+                choices = self._choose(sampling, logits, errors)
+                rest = [i for i, key in enumerate(ids) if key in self._rows]
+                ids, logits = tuple(ids[i] for i in rest), logits[rest]
             if not ids:
-                return StepResult({}, errors)
-            logits = logits[: len(ids)]
+                return StepResult({}, errors, choices=choices)
             not_numbers = _rows_with_nan(logits)
             sampled = sample(logits, [self._rows[request_id] for request_id in ids])
         errors |= {ids[i]: error for i, error in sampled.errors.items()}
@@ -65,7 +77,25 @@ class ModelRunner:
         notes = {ids[i]: TokenNote(note) for i, note in sampled.logprobs.items()}
         for key in self._prompts.keys() & tokens.keys():
             notes[key] = TokenNote(notes.get(key, TokenNote()).logprobs, self._prompts.pop(key).result())
-        return StepResult(tokens, errors, frozenset(ids[i] for i in sampled.stopped), notes)
+        return StepResult(tokens, errors, frozenset(ids[i] for i in sampled.stopped), notes, choices)
+
+    def _choose(
+        self, sampling: Sequence[ScheduledRow], logits: torch.Tensor, errors: dict[int, BaseException]
+    ) -> dict[int, Choice]:
+        """Hand logits [n, vocab] of the rows that sample to the searches among them; what those choose that have all."""
+        choices: dict[int, Choice] = {}
+        taken = [(row, logits[i]) for i, row in enumerate(sampling) if row.request_id in self._beams]
+        for row, own in taken:
+            self._beams[row.request_id].take(row, own)
+        for request_id in {row.request_id for row, _ in taken}:
+            try:
+                choice = self._beams[request_id].choose()
+            except BaseException as error:  # of the caller's own code, which may as well exit
+                errors[request_id] = error
+                continue
+            if choice is not None:
+                choices[request_id] = choice
+        return choices
 
     def _note_prompts(self, batch: InputBatch, logits: torch.Tensor) -> dict[int, BaseException]:
         errors: dict[int, BaseException] = {}

@@ -1,7 +1,7 @@
 """A model without arithmetic: it sees its tokens through the block table alone, so a wrong table changes what it says."""
 
 from hf_cb.core.output import SchedulerOutput, StepResult
-from hf_cb.request import Request
+from hf_cb.request import Choice, Request
 
 _SEED = 11
 
@@ -22,8 +22,15 @@ class StubModel:
         self.vocab_size = vocab_size
         self._slots: dict[int, int] = {}
         self._host: dict[int, list[int | None]] = {}
+        self._searches: dict[int, Request] = {}
+        self._states: dict[int, dict[int, int]] = {}  # search -> beam -> what follows its last token
 
-    def swap(self, output: SchedulerOutput) -> None:
+    def add(self, request: Request) -> None:
+        """Get to know a request before its first step."""
+        if request.search is not None:
+            self._searches[request.request_id] = request
+
+    def move(self, output: SchedulerOutput) -> None:
         """Copy the blocks that the output names, before anything is written."""
         size = self.block_size
         for block, host in output.swap_out:
@@ -33,21 +40,75 @@ class StubModel:
                 self._slots.pop(block * size + i, None)
                 if value is not None:
                     self._slots[block * size + i] = value
+        assert len({copy for _, copy in output.copies}) == len(output.copies)
+        before = dict(self._slots)
+        for block, copy in output.copies:
+            for i in range(size):
+                self._slots.pop(copy * size + i, None)
+                if block * size + i in before:
+                    self._slots[copy * size + i] = before[block * size + i]
 
-    def step(self, output: SchedulerOutput) -> StepResult:
-        """Compute every row, write its slots, and sample where the row asks for it."""
-        tokens = {}
+    def step(self, output: SchedulerOutput, fails: bool = False) -> StepResult:
+        """Compute every row, write its slots, and sample where the row asks for it, unless it `fails` before that."""
+        tokens: dict[int, int] = {}
         for row in output.rows:
             for position, token in enumerate(row.token_ids, row.start):
                 before = _SEED if position == 0 else self._slots[self._slot(row.block_table, position - 1)]
                 self._slots[self._slot(row.block_table, position)] = _absorb(before, token)
-            if row.samples:
-                last = self._slots[self._slot(row.block_table, row.start + len(row.token_ids) - 1)]
-                tokens[row.request_id] = _next_token(last, self.vocab_size)
-        return StepResult(tokens)
+            if row.samples and not fails:
+                end = row.start + len(row.token_ids)
+                last = self._slots[self._slot(row.block_table, end - 1)]
+                search = self._searches.get(row.request_id)
+                if search is None:
+                    tokens[row.request_id] = _next_token(last, self.vocab_size)
+                elif end == len(search.prompt) + search.search.num_chosen:
+                    self._states.setdefault(row.request_id, {})[row.beam] = last
+        return StepResult(tokens, choices=self._choices({row.request_id for row in output.rows}))
+
+    def _choices(self, request_ids: set[int]) -> dict[int, Choice]:
+        choices = {}
+        for request_id in request_ids & self._states.keys():
+            search, states = self._searches[request_id].search, self._states[request_id]
+            if len(states) == (search.width if search.num_chosen else 1):
+                choices[request_id] = search.choose([states[beam] for beam in sorted(states)])
+                del self._states[request_id]
+        return choices
 
     def _slot(self, block_table: tuple[int, ...], position: int) -> int:
         return block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+class StubSearch:
+    """Beams that part, die and are doubled, by the states of all of them."""
+
+    def __init__(self, width: int, num_steps: int, vocab_size: int = 2) -> None:
+        self.width, self.num_chosen, self.num_steps, self.vocab_size = width, 0, num_steps, vocab_size
+        self.rows: list[tuple[int, ...]] = [()]
+
+    def choose(self, states: list[int]) -> Choice:
+        candidates = [(i, token) for i in range(len(states)) for token in range(self.vocab_size)]
+        candidates.sort(key=lambda c: _absorb(states[c[0]], c[1] + 7) >> 20)
+        kept = [candidates[i % len(candidates)] for i in range(self.width)]
+        self.rows = [(*self.rows[i], token) for i, token in kept]
+        self.num_chosen += 1
+        ends = self.num_chosen == self.num_steps
+        return Choice(tuple(i for i, _ in kept), tuple(token for _, token in kept), self.rows[0] if ends else None)
+
+
+def search_alone(request: Request, width: int, num_steps: int) -> tuple[int, ...]:
+    """The best beam of a StubSearch without any scheduler."""
+    search = StubSearch(width, num_steps)
+    choice = search.choose([_state((*request.prompt,))])
+    while choice.best is None:
+        choice = search.choose([_state((*request.prompt, *row)) for row in search.rows])
+    return choice.best
+
+
+def _state(tokens: tuple[int, ...]) -> int:
+    state = _SEED
+    for token in tokens:
+        state = _absorb(state, token)
+    return state
 
 
 def output_alone(request: Request, vocab_size: int = 2) -> list[int]:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,14 +16,19 @@ def _sequence(num_tokens: int = 1) -> Sequence:
     return Sequence(Request((0,) * num_tokens, max_new_tokens=1), arrival=0)
 
 
+def table(kv: KVManager, seq: Sequence, num_tokens: int) -> tuple[int, ...]:
+    assert kv.reserve(seq, num_tokens) == ()  # nothing of it is anybody else's
+    return seq.block_table
+
+
 def test_a_table_grows_by_whole_blocks_and_only_when_it_must():
     kv, seq = KVManager(BlockPool(4), block_size=2), _sequence()
-    assert len(kv.reserve(seq, 1)) == 1
-    assert kv.reserve(seq, 2) is seq.block_table
+    assert table(kv, seq, 1) == table(kv, seq, 2) == seq.block_table
     head = seq.block_table
-    assert len(kv.reserve(seq, 5)) == 3
+    assert len(head) == 1
+    assert len(table(kv, seq, 5)) == 3
     assert seq.block_table[:1] == head  # what is written stays where it is
-    assert len(kv.reserve(seq, 1)) == 3  # never shrinks
+    assert len(table(kv, seq, 1)) == 3  # never shrinks
     assert kv.blocks_used == 3
     kv.check()
 
@@ -30,16 +37,16 @@ def test_not_now_is_none_and_changes_nothing_and_never_is_an_error():
     kv, one, two = KVManager(BlockPool(2), block_size=2), _sequence(), _sequence()
     kv.reserve(one, 2)
     kv.reserve(two, 1)
-    table = two.block_table
+    before = two.block_table
     assert not kv.can_reserve(two, 3)
     assert kv.reserve(two, 3) is None
-    assert two.block_table == table
+    assert two.block_table == before
     with pytest.raises(RequestTooLongError, match=r"^num_tokens: 5 do not fit the KV cache, which holds 4$"):
         kv.reserve(two, 5)
     kv.release(one)
     assert kv.can_reserve(two, 3)
     assert kv.blocks_used == 1  # asking takes nothing
-    assert len(kv.reserve(two, 3)) == 2
+    assert len(table(kv, two, 3)) == 2
 
 
 def test_released_sequences_start_anew():
@@ -97,14 +104,14 @@ class KVMachine(RuleBasedStateMachine):
             return
         before, can = seq.block_table, self.kv.can_reserve(seq, num_tokens)
         used = self.kv.blocks_used
-        table = self.kv.reserve(seq, num_tokens)
-        assert (table is not None) == can
-        if table is None:
+        copies = self.kv.reserve(seq, num_tokens)
+        assert copies == (() if can else None)
+        if copies is None:
             assert seq.block_table == before
             assert self.kv.blocks_used == used
         else:
-            assert len(table) == max(len(before), -(-num_tokens // self.block_size))
-            assert table[: len(before)] == before
+            assert len(seq.block_table) == max(len(before), -(-num_tokens // self.block_size))
+            assert seq.block_table[: len(before)] == before
             seq.num_computed_tokens = num_tokens
 
     @rule(which=st.integers(0, 3))
@@ -142,26 +149,64 @@ class SharingMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from([None, None, "a"]))
     def admit(self, tokens, salt):
         seq = Sequence(Request(tuple(tokens), max_new_tokens=9, service=Service(cache_salt=salt)), arrival=0)
-        prefix = self.kv.match_prefix(seq)
-        if prefix is None:
+        start = self.kv.find_start(seq, None)
+        if start is None:
             assert self.held  # somebody is computing it
             return
+        prefix = start.blocks
         assert len(prefix) * self.block_size < len(tokens)
         for i, block in enumerate(prefix):
             assert self.blocks[block] == (self.age, salt, tuple(tokens[: (i + 1) * self.block_size]))
-        if seq.num_tokens > self.num_blocks * self.block_size or not self.kv.can_reserve(seq, seq.num_tokens, prefix):
+        if seq.num_tokens > self.num_blocks * self.block_size or not self.kv.can_reserve(seq, seq.num_tokens, start):
             return
-        self.kv.adopt(seq, prefix)
-        assert self.kv.reserve(seq, seq.num_tokens) is not None
+        self.kv.adopt(seq, start)
+        assert self.kv.reserve(seq, seq.num_tokens) == ()
         self.held.append(seq)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), more=st.integers(1, 9))
+    def admit_a_fork(self, data, more):
+        """One with the same prompt as one that runs, of which it takes all but the last token, wherever that ends."""
+        sibling = data.draw(st.sampled_from(self.held))
+        seq = Sequence(dataclasses.replace(sibling.request, max_new_tokens=more, request_id=-1), arrival=0)
+        start = self.kv.find_start(seq, sibling)
+        if start is None or not self.kv.can_reserve(seq, seq.num_tokens, start):
+            return
+        assert sibling.num_published is None or start.num_tokens == seq.num_tokens - 1
+        self.kv.adopt(seq, start)
+        self._copy(seq, self.kv.reserve(seq, seq.num_tokens))
+        self.held.append(seq)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), tails=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def branch(self, data, tails):
+        """Some of what is held goes on as others, that begin alike."""
+        seq = data.draw(st.sampled_from(self.held))
+        branches = [(seq, seq.branch(i, (token,))) for i, token in enumerate(tails)]
+        self.kv.branch([seq], branches)
+        self.held.remove(seq)
+        self.held += [branch for _, branch in branches]
+
+    def _copy(self, seq, copies):
+        for block, copy in copies:
+            assert copy in seq.block_table
+            assert block not in seq.block_table
+            age, salt, tokens = self.blocks[block]
+            self.blocks[copy] = (age, salt, tokens[: seq.num_computed_tokens])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), num_tokens=st.integers(1, 9), then=st.integers(0, 1))
     def compute(self, data, num_tokens, then):
         seq = data.draw(st.sampled_from(self.held))
         start, end = seq.num_computed_tokens, min(seq.num_tokens, seq.num_computed_tokens + num_tokens)
-        if end > self.num_blocks * self.block_size or self.kv.reserve(seq, end) is None:
+        if end > self.num_blocks * self.block_size:
             return
+        can = self.kv.can_reserve(seq, end)
+        copies = self.kv.reserve(seq, end)
+        if copies is None:
+            return
+        assert can or copies
+        self._copy(seq, copies)
         for i in range(start // self.block_size, -(-end // self.block_size)):
             block = seq.block_table[i]
             assert sum(block in other.block_table for other in self.held) == 1  # what is written to is its own

@@ -2,10 +2,11 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from stub_model import StubModel, output_alone
+from stub_model import StubModel, StubSearch, output_alone, search_alone
 
 from hf_cb.core.fair import Fair
 from hf_cb.core.output import ScheduledRow, SchedulerOutput, StepResult
@@ -75,7 +76,39 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(prompt) + max_new_tokens - 1 > self.num_slots
         else:
             assert len(prompt) + max_new_tokens - 1 <= self.num_slots
+            self.model.add(request)
             self.live[request.request_id] = (request, [])
+
+    @rule(data=st.data(), max_new_tokens=st.integers(1, 10))
+    @precondition(lambda self: self.live)
+    def add_a_fork(self, data, max_new_tokens):
+        """Another request with the prompt of one that is here, which it may begin with; or that may be gone by then."""
+        sibling = self.live[data.draw(st.sampled_from(sorted(self.live)))][0]
+        request = Request(sibling.prompt, max_new_tokens, service=sibling.service, fork_of=sibling.request_id)
+        if sibling.search is None and len(request.prompt) + max_new_tokens - 1 <= self.num_slots:
+            self._add(request)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=8),
+        width=st.integers(2, 4),
+        max_new_tokens=st.integers(1, 8),
+        num_steps=st.integers(1, 8),
+    )
+    def add_a_search(self, prompt, width, max_new_tokens, num_steps):
+        search = StubSearch(width, min(num_steps, max_new_tokens))
+        request = Request(tuple(prompt), max_new_tokens, search=search)
+        size, slots = self.block_size, len(prompt) + max_new_tokens - 1
+        shared = len(prompt) // size
+        if width <= self.max_batch_size and shared + width * (-(-slots // size) - shared) <= self.num_slots // size:
+            self._add(request)
+        else:
+            with pytest.raises(RequestTooLongError, match=r"^num_beams: "):
+                self.scheduler.add(request)
+
+    def _add(self, request):
+        self.scheduler.add(request)
+        self.model.add(request)
+        self.live[request.request_id] = (request, [])
 
     @rule(data=st.data())
     @precondition(lambda self: self.live)
@@ -98,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_that_fails_and_is_repeated(self, written):
         output = self._schedule()
         if written:  # it may fail before or after it wrote its slots
-            self.model.step(output)
+            self.model.step(output, fails=True)
         again = self._schedule()
         if not self.paced:
             assert again.rows[: len(output.rows)] == output.rows
@@ -128,7 +161,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         bad = data.draw(st.sampled_from([row.request_id for row in output.rows]))
         result = self.model.step(output)
         result.tokens.pop(bad, None)
-        self._update(output, StepResult(result.tokens, {bad: ValueError("a bad row")}))
+        result.choices.pop(bad, None)
+        self._update(output, StepResult(result.tokens, {bad: ValueError("a bad row")}, choices=result.choices))
         assert bad not in self.live
 
     @invariant()
@@ -137,10 +171,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         scheduler.check()
-        assert scheduler.num_running + scheduler.num_waiting == len(self.live)
+        assert len(scheduler._running) + scheduler.num_waiting == len(self.live)
         assert scheduler.has_work == bool(self.live)
         for request_id, (request, output) in self.live.items():
-            assert scheduler.tokens_of(request_id) == (*request.prompt, *output)
+            if request.search is None:
+                assert scheduler.tokens_of(request_id) == (*request.prompt, *output)
+                continue
+            seq = scheduler._sequences[request_id]
+            rows = [(*seq.tokens, *tail) for tail in seq.tails] or [tuple(beam.tokens) for beam in seq.members]
+            assert rows == [(*request.prompt, *row) for row in request.search.rows]
         if not self.live:
             assert scheduler.blocks_used == scheduler.tokens_stored == 0
 
@@ -157,9 +196,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.started == sorted(self.started)
 
     def _schedule(self) -> SchedulerOutput:
-        before = {request_id: self.scheduler.tokens_of(request_id) for request_id in self.live}
         output = self.scheduler.schedule()
-        self.model.swap(output)
+        self.model.move(output)
         assert not (output.swap_in and output.swap_out)
         assert bool(output.rows) == bool(self.live)
         assert output.num_scheduled_tokens == sum(len(row.token_ids) for row in output.rows) <= self.max_batch_tokens
@@ -170,18 +208,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             written = row.block_table[row.start // self.block_size :]
             assert all(held[block] == 1 for block in written)
         for row in output.rows:
-            self._check_row(row, before[row.request_id])
+            self._check_row(row)
         return output
 
-    def _check_row(self, row: ScheduledRow, tokens: tuple[int, ...]) -> None:
+    def _check_row(self, row: ScheduledRow) -> None:
+        seq = self.scheduler._sequences[row.request_id].members[row.beam]
         end = row.start + len(row.token_ids)
-        assert row.token_ids == tokens[row.start : end] != ()
-        assert row.samples == (end == len(tokens))
+        assert row.token_ids == tuple(seq.tokens[row.start : end]) != ()
+        assert row.samples == (end == len(seq.tokens) and not seq.tails)
         assert len(row.block_table) * self.block_size >= end
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> None:
-        for request_id, token, reason, error, _ in self.scheduler.update(output, result):
+        for request_id, token, reason, error, _, best in self.scheduler.update(output, result):
             request, tokens = self.live[request_id]
+            if best is not None:
+                assert best == search_alone(request, request.width, request.search.num_steps)
+                del self.live[request_id]
+                continue
             if error is not None:
                 assert (token, reason) == (None, FinishReason.FAILED)
                 del self.live[request_id]

@@ -17,7 +17,7 @@ def serve(scheduler: Scheduler, requests: list[Request]) -> tuple[int, int]:
     computed = copied = 0
     while scheduler.has_work:
         output = scheduler.schedule()
-        model.swap(output)
+        model.move(output)
         copied += len(output.swap_out) + len(output.swap_in)
         computed += output.num_scheduled_tokens
         for emission in scheduler.update(output, model.step(output)):
@@ -102,7 +102,7 @@ def test_one_that_computed_by_an_older_model_publishes_nothing_when_it_is_back()
         scheduler.add(request)
     while scheduler.has_work:
         output = scheduler.schedule()
-        model.swap(output)
+        model.move(output)
         if output.swap_out:
             scheduler.forget_prefixes()
         scheduler.update(output, model.step(output))

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 import hf_cb
 
@@ -86,7 +86,7 @@ class Duo:
             assert len(reasons) == 1
             assert native in reasons[0]
         assert type(got) is type(want)
-        if isinstance(want, GenerateDecoderOnlyOutput):
+        if isinstance(want, (GenerateDecoderOnlyOutput, GenerateBeamDecoderOnlyOutput)):
             _compare_outputs(got, want, everything=native is not None)
             return want.sequences
         _compare(got, want)
@@ -108,7 +108,7 @@ def duo(name: str = "llama", options: dict[str, Any] | None = None, **overrides:
         yield Duo(plain, served, engine)
 
 
-def _compare_outputs(got: GenerateDecoderOnlyOutput, want: GenerateDecoderOnlyOutput, everything: bool) -> None:
+def _compare_outputs(got: Any, want: Any, everything: bool) -> None:
     for name in [field.name for field in fields(want) if everything] or ["sequences"]:
         value = getattr(want, name)
         if isinstance(value, (torch.Tensor, tuple)):

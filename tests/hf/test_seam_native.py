@@ -45,9 +45,12 @@ def backwards(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tenso
 
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "beams": ("beam_search", {"num_beams": 3}),
-    "beam sampling": ("beam_sample", {"num_beams": 2, "do_sample": True}),
-    "beams returned": ("beam_search", {"num_beams": 3, "num_return_sequences": 2}),
+    "scores of beams": ("scores of several prompts", {"num_beams": 3, "output_scores": True, "return_dict_in_generate": True}),
+    "beams and a criterion": ("criteria for several prompts", {"num_beams": 3, "max_time": 1000.0}),
+    "beams and a processor": (
+        "Forbid for several rows",
+        {"num_beams": 3, "logits_processor": LogitsProcessorList([Forbid()])},
+    ),
     "scores": ("scores of several rows", {"output_scores": True, "return_dict_in_generate": True, "eos_token_id": 7}),
     "logits": ("scores of several rows", {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": 7}),
     "hidden states": ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
@@ -127,7 +130,12 @@ def test_options_of_the_models_generation_config() -> None:
     with seam.duo() as duo:
         for model in (duo.plain, duo.served):
             model.generation_config.num_beams = 2
-        duo.same(PROMPT, max_new_tokens=NEW, native="beam_search")
+        duo.same(PROMPT, max_new_tokens=NEW)
+        for model in (duo.plain, duo.served):
+            model.generation_config.prompt_lookup_num_tokens = 2
+        duo.same(PROMPT, max_new_tokens=NEW, num_beams=1, native="assisted_generation")
+        for model in (duo.plain, duo.served):
+            model.generation_config.prompt_lookup_num_tokens = None
         duo.same(PROMPT, max_new_tokens=NEW, num_beams=1)
 
 
@@ -167,11 +175,11 @@ def test_each_call_is_counted_under_its_reason() -> None:
     with seam.duo() as duo:
         for _ in range(3):
             duo.served.generate(PROMPT, max_new_tokens=2, guidance_scale=1.5)
-        duo.served.generate(PROMPT, max_new_tokens=2, num_beams=2)
+        duo.served.generate(PROMPT, max_new_tokens=2, prompt_lookup_num_tokens=2)
         duo.served.generate(PROMPT, max_new_tokens=2)
         assert duo.engine.stats().native_calls == {
             "logits processor UnbatchedClassifierFreeGuidanceLogitsProcessor calls the model itself": 3,
-            "generation mode beam_search": 1,
+            "generation mode assisted_generation": 1,
         }
         assert duo.engine.stats().output_tokens == 2
 
@@ -179,7 +187,7 @@ def test_each_call_is_counted_under_its_reason() -> None:
 @pytest.mark.parametrize(
     ("reason", "call"),
     [
-        ("generation mode beam_search", {"num_beams": 3}),
+        ("generation mode assisted_generation", {"prompt_lookup_num_tokens": 2}),
         ("UnbatchedClassifierFreeGuidanceLogitsProcessor", {"guidance_scale": 1.5}),
         ("argument position_ids", {"position_ids": torch.arange(6)[None]}),
         ("option output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),

@@ -1,0 +1,160 @@
+"""Beam search for one prompt: how transformers chooses, step by step, over logits that the engine has computed.
+
+The arithmetic, its order and its precision are those of `GenerationMixin._beam_search` (transformers 5), for a batch of one
+prompt: each step keeps more candidates than beams, so that beams enough go on when the best of them end; what has ended
+competes by score / length ** length_penalty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from hf_cb.request import Choice
+
+_NEVER = -1.0e9  # the score of what is not to be chosen
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """What a call says about its search."""
+
+    num_beams: int
+    num_candidates: int  # kept per step
+    max_length: int  # of prompt, padding and output together
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    do_sample: bool
+    fill: int  # the token that stands where a sequence has none
+    keep_scores: bool
+    keep_logits: bool
+
+
+class BeamSearch:
+    """One prompt's search (`hf_cb.request.Search`). After its end `sequences`, `scores` and `beam_indices` hold what is best.
+
+    sequences: [num_beams, max_length] int64, the prompt included, the best first; beam_scores: [num_beams] float32;
+    beam_indices: [num_beams, max_length - prompt] int32, the beam that each token came from, -1 where there is none.
+    """
+
+    def __init__(
+        self,
+        row: torch.Tensor,
+        options: BeamOptions,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        seed: int,
+    ) -> None:
+        """`row`: [1, n] ids, padding included. `seed`: of the draws, if it samples."""
+        self.width = options.num_beams
+        self.num_chosen = 0
+        self.error: BaseException | None = None  # the caller's own, with its traceback
+        self.all_scores: tuple[torch.Tensor, ...] | None = () if options.keep_scores else None  # [num_beams, vocab] a step
+        self.all_logits: tuple[torch.Tensor, ...] | None = () if options.keep_logits else None
+        self._options, self._processors, self._criteria = options, processors, criteria
+        self._num_prompt = row.shape[1]
+        with torch.inference_mode(False):  # else the engine's thread could not write into them
+            self._begin(row)
+            self._generator = torch.Generator(row.device).manual_seed(seed) if options.do_sample else None
+
+    def _begin(self, row: torch.Tensor) -> None:
+        beams, room = self.width, self._options.max_length
+        self._running = torch.full((beams, room), self._options.fill, dtype=torch.int64, device=row.device)
+        self._running[:, : self._num_prompt] = row
+        self._running_scores = torch.full((beams,), _NEVER, device=row.device)
+        self._running_scores[0] = 0.0  # all begin alike: only one of them counts at first
+        self._running_indices = torch.full((beams, room - self._num_prompt), -1, dtype=torch.int32, device=row.device)
+        self.sequences = self._running.clone()
+        self.beam_scores = torch.full((beams,), _NEVER, device=row.device)
+        self.beam_indices = self._running_indices.clone()
+        self._ended = torch.zeros(beams, dtype=torch.bool, device=row.device)  # which of `sequences` there are
+        self._can_improve = True
+
+    @property
+    def num_output_tokens(self) -> torch.Tensor:
+        """[num_beams]: of each of `sequences`."""
+        return (self.beam_indices >= 0).sum(dim=1)
+
+    def choose(self, logits: Any) -> Choice:
+        """One step: which beams go on, and with which tokens."""
+        try:
+            return self._choose(logits.to(self._running.device))
+        except BaseException as error:  # of a processor or criterion; SystemExit too is this caller's affair
+            self.error = error
+            raise
+
+    def _choose(self, logits: torch.Tensor) -> Choice:
+        total = self._total_scores(logits)
+        scores, picked = self._candidates(total)
+        vocab = total.shape[1] // self.width
+        parents, tokens = picked // vocab, picked % vocab
+        place = self._num_prompt + self.num_chosen
+        rows, indices = self._running[parents], self._running_indices[parents]
+        rows[:, place] = tokens
+        indices[:, self.num_chosen] = parents.to(torch.int32)
+        ends = self._criteria(rows[:, : place + 1], self.all_scores)
+
+        self._finish(rows, indices, scores, ends)
+        kept = (scores + ends.float() * _NEVER)[None].topk(self.width).indices[0]
+        self._running, self._running_indices = rows[kept], indices[kept]
+        self._running_scores = (scores + ends.float() * _NEVER)[kept]
+        self.num_chosen += 1
+        self._can_improve = self._can_improve and self._may_improve()
+        is_full = bool(self._ended.all()) and self._options.early_stopping is True
+        if not self._can_improve or is_full or bool(ends.all()):
+            best = self.sequences[0, self._num_prompt :][: int(self.num_output_tokens[0])]
+            return Choice((), (), tuple(best.tolist()))
+        return Choice(tuple(parents[kept].tolist()), tuple(tokens[kept].tolist()))
+
+    def _total_scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """[1, num_beams * vocab]: of every token after every beam."""
+        logits = logits.float().expand(self.width, -1).clone()  # the prompt's are the same for all beams
+        rows: Any = self._running[:, : self._num_prompt + self.num_chosen]
+        scores = self._processors(rows, logits.log_softmax(dim=-1))
+        if self.all_logits is not None:
+            self.all_logits += (logits,)
+        if self.all_scores is not None:
+            self.all_scores += (scores.clone(),)
+        if bool(scores.isnan().any()):
+            raise FloatingPointError("its logits hold NaN")
+        return (scores + self._running_scores[:, None]).reshape(1, -1)
+
+    def _candidates(self, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and places in `total` of the candidates, the best first."""
+        if self._generator is None:
+            scores, picked = total.topk(self._options.num_candidates)
+        else:
+            drawn = torch.multinomial(total.softmax(dim=-1), self._options.num_candidates, generator=self._generator)
+            scores, order = total.gather(1, drawn).sort(dim=-1, descending=True)
+            picked = drawn.gather(1, order)
+        return scores[0], picked[0]
+
+    def _finish(self, rows: torch.Tensor, indices: torch.Tensor, scores: torch.Tensor, ends: torch.Tensor) -> None:
+        """Let the candidates that end compete with those that have ended before; only what would be a beam counts."""
+        counts = ends.clone()
+        counts[self.width :] = False
+        scores = scores / ((self.num_chosen + 1) ** self._options.length_penalty)
+        if (bool(self._ended.all()) and self._options.early_stopping is True) or not self._can_improve:
+            scores = scores + _NEVER
+        scores = scores + (~counts).float() * _NEVER
+        merged = torch.cat((self.beam_scores, scores))
+        best = merged[None].topk(self.width).indices[0]
+        self.sequences = torch.cat((self.sequences, rows))[best]
+        self.beam_indices = torch.cat((self.beam_indices, indices))[best]
+        self._ended = torch.cat((self._ended, counts))[best]
+        self.beam_scores = merged[best]
+
+    def _may_improve(self) -> bool:
+        """Whether a running beam could still beat the worst of what has ended, by transformers' estimate of its length."""
+        options = self._options
+        if options.early_stopping == "never" and options.length_penalty > 0.0:
+            length = options.max_length - self._num_prompt
+        else:
+            length = self.num_chosen
+        best_possible = self._running_scores[0] / (length**options.length_penalty)
+        worst = torch.where(self._ended, self.beam_scores.min(), _NEVER)
+        return bool((best_possible > worst).any())

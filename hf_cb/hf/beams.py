@@ -1,0 +1,74 @@
+"""Calls with beams: one request per prompt, each with its search, and back to what plain generate returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
+
+from hf_cb.hf.beam_search import BeamOptions, BeamSearch
+from hf_cb.hf.call import Call
+from hf_cb.hf.rules import GoNativeError, Part, processors_of
+from hf_cb.request import Request
+
+
+def beam_requests(call: Call, seed: int) -> list[Request]:
+    """One per prompt. Raises GoNativeError where prompts of one call would not be as if alone."""
+    options = _options(call)
+    beams, stopping = options.num_beams, call.stopping()
+    prompts = call.prompts()[::beams]
+    if len(prompts) > 1:
+        if options.keep_scores or options.keep_logits:
+            raise GoNativeError("scores of several prompts with beams: plain generate goes on computing those that ended")
+        if stopping.criteria:
+            raise GoNativeError("stopping criteria for several prompts with beams: they may look across them")
+    requests = []
+    for i, prompt in enumerate(prompts):
+        rows = slice(i * beams, (i + 1) * beams)
+        processors = processors_of(call.processors, Part(rows, i), is_whole=len(prompts) == 1)
+        search = BeamSearch(call.input_ids[rows.start : rows.start + 1], options, processors, call.criteria, seed + i)
+        max_new_tokens = options.max_length - call.input_ids.shape[1]
+        requests.append(Request(prompt, max_new_tokens, stopping.eos_token_ids, search=search))
+    return requests
+
+
+def _options(call: Call) -> BeamOptions:
+    config = call.config
+    if getattr(config, "low_memory", None):
+        raise GoNativeError("option low_memory")
+    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    num_eos = 0 if eos is None else len(eos)
+    fill = -1 if eos is None else int(pad) if pad is not None and int(pad) else int(eos[0])  # a pad id of 0 counts as none
+    return BeamOptions(
+        num_beams=config.num_beams,
+        num_candidates=max(2, 1 + num_eos) * config.num_beams,
+        max_length=config.max_length,
+        length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
+        early_stopping=False if config.early_stopping is None else config.early_stopping,
+        do_sample=bool(config.do_sample),
+        fill=fill,
+        keep_scores=call.keeps("output_scores"),
+        keep_logits=call.keeps("output_logits"),
+    )
+
+
+def beam_output(call: Call, searches: list[BeamSearch]) -> Any:
+    """Sequences [B * num_return_sequences, n], or an output object with them."""
+    best, prompt_length = call.config.num_return_sequences or 1, call.input_ids.shape[1]
+    longest = max(int(search.num_output_tokens[:best].max()) for search in searches)
+    sequences = torch.cat([search.sequences[:best, : prompt_length + longest] for search in searches])
+    if not call.config.return_dict_in_generate:
+        return sequences
+    indices = []
+    for i, search in enumerate(searches):
+        own = search.beam_indices[:best, :longest]
+        indices.append(torch.where(own >= 0, own + i * search.width, own))  # beams are counted over the whole batch
+    only = searches[0]  # scores and logits are kept for one prompt alone
+    return GenerateBeamDecoderOnlyOutput(
+        sequences=sequences,  # type: ignore[arg-type]
+        sequences_scores=only.beam_scores[:best] if call.keeps("output_scores") else None,
+        scores=only.all_scores,  # type: ignore[arg-type]
+        logits=only.all_logits,  # type: ignore[arg-type]
+        beam_indices=torch.cat(indices),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,37 @@
+"""Beams: the logits of one request's beams on their way to a choice."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_cb.core.output import ScheduledRow
+from hf_cb.request import Choice, Request, Search
+
+
+class Beams:
+    """Keeps each beam's logits until those of all are there.
+
+    A step may compute some of them only: the budget ends, the step failed and is tried in parts, or they were preempted and are
+    on their way again. What comes twice is the same.
+    """
+
+    def __init__(self, request: Request, search: Search) -> None:
+        self._search = search
+        self._num_prompt_tokens = len(request.prompt)
+        self._logits: dict[int, torch.Tensor] = {}  # beam -> [vocab]
+
+    def take(self, row: ScheduledRow, logits: torch.Tensor) -> None:
+        """The logits [vocab] after the last token of a row that samples."""
+        length = row.start + len(row.token_ids)
+        if length == self._num_prompt_tokens + self._search.num_chosen:  # else it is late: that choice has been made without it
+            self._logits[row.beam] = logits.clone()  # not a view that keeps those of the whole step
+
+    def choose(self) -> Choice | None:
+        """How the beams go on; None: some are still to come. Raises what the search raises."""
+        expected = self._search.width if self._search.num_chosen else 1  # at first there is the prompt alone
+        if len(self._logits) < expected:
+            return None
+        logits = torch.stack([self._logits[beam] for beam in range(expected)])
+        self._logits.clear()
+        with torch.inference_mode(False), torch.no_grad():  # ordinary tensors: the caller's code may keep them, or change them
+            return self._search.choose(logits.clone())
