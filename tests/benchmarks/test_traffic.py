@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import long_prompts, policies, prefix, soak
+from benchmarks import forks, long_prompts, policies, prefix, soak
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(90)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model in the place of the packaged one."""
     model = soak.tiny_model()
-    for module in (prefix, long_prompts):
+    for module in (prefix, long_prompts, forks):
         monkeypatch.setattr(module, "load", lambda _: (model, None))
     return model
 
@@ -29,6 +29,13 @@ def test_prefix(tiny: Any, tmp_path: Any) -> None:
     for parts in figures.values():
         assert parts["on"]["computed_tokens"] < parts["off"]["computed_tokens"]
         assert parts["ratio"]["computed_tokens"] > 1
+
+
+def test_forks(tiny: Any, tmp_path: Any) -> None:
+    """The command itself compares every answer with plain generate's."""
+    forks.main(["--requests", "4", "--repeats", "1", "--scale", "0.5", "--json", str(tmp_path / "figures.json")])
+    for figures in json.loads((tmp_path / "figures.json").read_text()).values():
+        assert 0 < figures["blocks"] < figures["blocks_unshared"] / 2
 
 
 def test_policies(tmp_path: Any) -> None:
