@@ -2,17 +2,20 @@
 
 torch draws by a race: token i's time is exponential with its probability as rate, and the first one wins. On a CPU most of the
 cost are the exponentials of all the tokens that have no chance. `MersenneDraws` takes the same numbers from numpy's generator,
-which is the same and faster, and works out the times of those alone that can win. Whether this torch's numbers are those is
-tried once, by comparing.
+which is the same, and works out the times of those alone that can win; `NativeDraws` does so in C++, for all rows at once.
+Whether this torch's numbers are those is tried once for each, by comparing.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from hf_cb.attention import extension
 
 _BITS = 53  # of a double's fraction
 _HIGH_BITS = 21  # that a float32 holds as they are
@@ -48,7 +51,7 @@ class MersenneDraws:
         p = probs.numpy()
         best = int(p.argmax())
         if not (np.isfinite(p[best]) and p[best] > 0):  # argmax finds a NaN, too
-            torch.multinomial(probs, 1)  # raises what it has to say
+            return _refused(probs)
         words = self._words.integers(0, 1 << 64, size=len(p), dtype=np.uint64) & np.uint64((1 << _BITS) - 1)
         # A time is no shorter than its uniform number, so what is slower by that number than the best token cannot win.
         limit = p * np.float32(_SLACK * 2.0**_HIGH_BITS * _times(words[best]) / p[best])
@@ -57,8 +60,44 @@ class MersenneDraws:
             return int(runners[np.argmax(p[runners] / _times(words[runners]))]) if len(runners) else best
 
 
+class NativeDraws:
+    """The same, compiled (attention/csrc/draws.h)."""
+
+    def __init__(self, seed: int) -> None:
+        state: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)["state"]
+        self.state = torch.from_numpy(np.append(state["key"], np.uint32(state["pos"])).view(np.int32))
+
+    def draw(self, probs: torch.Tensor) -> int:
+        """A token by probs [vocab]."""
+        token = int(torch.ops.hf_cb.draw([self.state], probs[None].contiguous()))
+        return _refused(probs) if token < 0 else token
+
+
+def draw_all(sources: Sequence[Draws], probs: torch.Tensor) -> list[int | RuntimeError]:
+    """A token for each row of probs [n, vocab], by its own source; or the error, where a row's are no probabilities."""
+    native = [source.state for source in sources if isinstance(source, NativeDraws)]
+    if len(native) < len(sources):
+        return [_draw(source.draw, row) for source, row in zip(sources, probs, strict=True)]
+    tokens: list[int] = torch.ops.hf_cb.draw(native, probs.contiguous()).tolist()
+    return [_draw(_refused, probs[i]) if token < 0 else token for i, token in enumerate(tokens)]
+
+
+def _draw(draw: Callable[[torch.Tensor], int], probs: torch.Tensor) -> int | RuntimeError:
+    try:
+        return draw(probs)
+    except RuntimeError as error:
+        return error
+
+
+def _refused(probs: torch.Tensor) -> int:
+    """Raises torch's own error for what are no probabilities."""
+    return int(torch.multinomial(probs, 1, generator=torch.Generator(probs.device)))
+
+
 def draws(seed: int, device: torch.device) -> Draws:
     """A source for one request."""
+    if device.type == "cpu" and _native_is_torchs():
+        return NativeDraws(seed)
     if device.type == "cpu" and _torch_is_mersenne():
         return MersenneDraws(seed)
     return TorchDraws(seed, device)
@@ -75,6 +114,18 @@ def _mersenne_twister(seed: int) -> np.random.Generator:
 def _times(words: np.ndarray) -> np.ndarray:
     """Exponential times, float32, from 53 random bits each."""
     return (-np.log1p(words * -(2.0**-_BITS))).astype(np.float32)
+
+
+@functools.cache
+def _native_is_torchs() -> bool:
+    """Whether the compiled form is there and draws what torch draws."""
+    try:
+        extension.load()
+    except extension.BuildError:
+        return False
+    ours, theirs = NativeDraws(20), TorchDraws(20, torch.device("cpu"))
+    rows = (torch.linspace(0, power, 3000).exp().softmax(-1) for power in (0, 1, 2, 3))
+    return all(ours.draw(row) == theirs.draw(row) for row in rows)
 
 
 @functools.cache

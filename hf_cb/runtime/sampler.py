@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_cb.request import Request, RowRules, SamplingParams, TokenLogprobs
-from hf_cb.runtime.draws import Draws, draws
+from hf_cb.runtime.draws import Draws, draw_all, draws
 from hf_cb.runtime.logprobs import token_logprobs
 from hf_cb.runtime.warpers import SeenTokens, forbid, penalise_repetition, warp
 
@@ -76,11 +76,12 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
     drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors]
     if drawing:
         warped = warp(scores[drawing], [rows[i].params for i in drawing])
-        for j, (i, probs) in enumerate(zip(drawing, warped.softmax(dim=-1), strict=True)):
-            try:
-                tokens[i] = _source(rows[i]).draw(probs)
-            except RuntimeError as error:  # no probability left, or NaN: this row's logits are at fault, nobody else's
-                errors[i] = error
+        drawn = draw_all([_source(rows[i]) for i in drawing], warped.softmax(dim=-1))
+        for j, (i, token) in enumerate(zip(drawing, drawn, strict=True)):
+            if isinstance(token, int):
+                tokens[i] = token
+            else:  # no probability left, or NaN: this row's logits are at fault, nobody else's
+                errors[i] = token
             if rows[i].rules is not None:
                 scores[i] = warped[j]
     stopped = set()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from hf_cb.runtime import draws
-from hf_cb.runtime.draws import MersenneDraws, TorchDraws
+from hf_cb.runtime.draws import MersenneDraws, NativeDraws, TorchDraws
 
 CPU = torch.device("cpu")
 SCALES = (0.01, 1.0, 3.0, 10.0, 80.0)
 
+KINDS = (MersenneDraws, NativeDraws)
 mersenne = pytest.mark.skipif(not draws._torch_is_mersenne(), reason="this torch makes its exponential numbers otherwise")
 
 
@@ -24,20 +27,45 @@ def rows(vocab: int, seed: int) -> list[torch.Tensor]:
     return [row.softmax(-1) for row in scores]
 
 
+def test_the_compiled_form_is_used() -> None:
+    assert isinstance(draws.draws(5, CPU), NativeDraws)
+
+
 @mersenne
-@pytest.mark.parametrize("vocab", [1, 2, 40, 1000, 49152])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [1, 2, 40, 311, 312, 313, 1000, 49152])
 @pytest.mark.parametrize("seed", [0, 7, (1 << 32) + 5, (1 << 63) - 1])
-def test_the_same_tokens(vocab: int, seed: int) -> None:
-    ours, theirs = MersenneDraws(seed), TorchDraws(seed, CPU)
+def test_the_same_tokens(kind: type[Any], vocab: int, seed: int) -> None:
+    ours, theirs = kind(seed), TorchDraws(seed, CPU)
     for probs in rows(vocab, seed % 1000):
         assert ours.draw(probs) == theirs.draw(probs)
 
 
+def test_all_rows_at_once() -> None:
+    """Each from its own source, bad ones between them."""
+    probs = torch.stack([*rows(1000, 3), torch.full((1000,), torch.nan), torch.zeros(1000), *rows(1000, 4)])
+    for _ in range(3):
+        ours = draws.draw_all([NativeDraws(i) for i in range(len(probs))], probs)
+        theirs = draws.draw_all([TorchDraws(i, CPU) for i in range(len(probs))], probs)
+        assert [str(a) for a in ours] == [str(b) for b in theirs]
+        assert sum(isinstance(a, RuntimeError) for a in ours) == 2
+
+
+def test_many_draws_of_few_tokens() -> None:
+    """So that every place in the generator's 624 words is met."""
+    ours, theirs = NativeDraws(3), TorchDraws(3, CPU)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(3000):
+        probs = torch.rand(1 + i % 37, generator=generator).pow(4).softmax(-1)
+        assert ours.draw(probs) == theirs.draw(probs)
+
+
 @mersenne
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [[0.5, float("nan")], [0.0, 0.0], [float("inf"), 1.0]])
-def test_the_same_errors(bad: list[float]) -> None:
+def test_the_same_errors(kind: type[Any], bad: list[float]) -> None:
     messages = []
-    for source in (MersenneDraws(1), TorchDraws(1, CPU)):
+    for source in (kind(1), TorchDraws(1, CPU)):
         with pytest.raises(RuntimeError) as caught:
             source.draw(torch.tensor(bad))
         messages.append(str(caught.value))
@@ -45,6 +73,7 @@ def test_the_same_errors(bad: list[float]) -> None:
 
 
 def test_a_torch_with_other_numbers_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "_native_is_torchs", lambda: False)
     monkeypatch.setattr(draws, "_times", lambda words: np.zeros(len(words), np.float32))
     draws._torch_is_mersenne.cache_clear()
     try:

@@ -1,4 +1,6 @@
-// torch.ops.hf_cb: varlen paged attention for CPUs. `plan` once a step, `attend` once a layer; see ../native.py.
+// torch.ops.hf_cb: varlen paged attention for CPUs, `plan` once a step and `attend` once a layer, see ../native.py; and `draw`,
+// see ../../runtime/draws.py. One library, so that there is one build.
+#include "draws.h"
 #include "tile.h"
 
 #include <ATen/Parallel.h>
@@ -122,9 +124,30 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache,
   return out;
 }
 
+// A token for each row of probs [n, vocab], from its own state [625] int32, which moves on.
+Tensor draw_all(at::TensorList states, const Tensor& probs) {
+  TORCH_CHECK(probs.scalar_type() == at::kFloat && probs.is_contiguous() && probs.dim() == 2 &&
+                  probs.size(0) == int64_t(states.size()),
+              "probs: takes contiguous float32 [states, vocab]");
+  std::vector<uint32_t*> words;
+  for (const Tensor& state : states) {
+    check_ints(state, at::kInt, "states");
+    TORCH_CHECK(state.numel() == kWords + 1, "states: takes ", kWords + 1, " words each");
+    words.push_back(reinterpret_cast<uint32_t*>(const_cast<int32_t*>(state.const_data_ptr<int32_t>())));
+  }
+  Tensor tokens = at::empty({probs.size(0)}, at::kLong);
+  int64_t* out = tokens.mutable_data_ptr<int64_t>();
+  const float* p = probs.const_data_ptr<float>();
+  at::parallel_for(0, probs.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) out[i] = draw(words[i], p + i * probs.size(1), probs.size(1));
+  });
+  return tokens;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(hf_cb, library) {
+  library.def("draw(Tensor[] states, Tensor probs) -> Tensor");
   library.def(
       "plan(Tensor starts, Tensor key_lens, int heads, int group, int value_size, int? window, int? chunk) "
       "-> (Tensor, Tensor, Tensor)");
@@ -137,6 +160,7 @@ TORCH_LIBRARY(hf_cb, library) {
 TORCH_LIBRARY_IMPL(hf_cb, CPU, library) {
   library.impl("plan", plan);
   library.impl("attend", attend);
+  library.impl("draw", draw_all);
 }
 
 }  // namespace hf_cb
