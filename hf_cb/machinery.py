@@ -79,7 +79,7 @@ class Machinery:
         if not output.rows:
             raise EngineDeadError("nothing can be scheduled although requests wait: the block accounting is broken")
         blocks_used = scheduler.blocks_used
-        tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens
+        tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens * scheduler.num_groups
         self._move_blocks(output)
         computing = time.perf_counter()
         result = self._execute(output)

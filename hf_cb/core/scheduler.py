@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from hf_cb.core.block_pool import BlockPool
@@ -16,6 +17,7 @@ from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import Emission, ScheduledRow, SchedulerOutput, StepResult
 from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
+from hf_cb.core.reach import ALL, Reach
 from hf_cb.core.sequence import Sequence
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
@@ -44,7 +46,8 @@ class _Draft:
         self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, seq.block_table, samples, seq.beam)
         self.budget -= end - start
         for block, copy in copies:
-            self.copies[copy] = block
+            # All are copied at once: of a copy that this step makes itself, there is only what it is made from.
+            self.copies[copy] = self.copies.get(block, block)
 
     def revoke(self, seq: Sequence) -> None:
         """Take back what `seq` was given in this step, if anything: it is preempted."""
@@ -66,7 +69,8 @@ class Scheduler:
     `prefix_cache`: whether sequences that begin alike share the blocks of what they have in common. `target_itl`: seconds that
     sequences shall wait for their next token at most while others compute prompts; None: the budget alone counts.
     `num_host_blocks`: blocks of host memory to which preempted sequences are moved where that is cheaper than to compute them
-    again, by `swap_cost`.
+    again, by `swap_cost`. `reaches`: how far back each group of layers looks; a stretch of `block_size` tokens takes a block
+    for each group.
     """
 
     def __init__(
@@ -81,11 +85,12 @@ class Scheduler:
         target_itl: float | None = None,
         num_host_blocks: int = 0,
         swap_cost: SwapCost | None = None,
+        reaches: Items[Reach] = (ALL,),
     ) -> None:
         for name, value in (("max_batch_tokens", max_batch_tokens), ("max_batch_size", max_batch_size)):
             if value < 1:
                 raise InvalidArgumentError(f"{name}: takes an integer >= 1; got {value}")
-        self._kv = KVManager(BlockPool(num_blocks), block_size, prefix_cache, num_host_blocks)
+        self._kv = KVManager(BlockPool(num_blocks), block_size, prefix_cache, num_host_blocks, reaches, max_batch_tokens)
         self.num_preemptions = 0
         self.num_swaps = 0  # how many of those were moved to the host's memory
         self.swap_cost = swap_cost or SwapCost(0.0)
@@ -127,8 +132,14 @@ class Scheduler:
 
     @property
     def tokens_stored(self) -> int:
-        """Tokens whose keys and values are in those blocks; a step's own count after its `update`."""
+        """Tokens whose keys and values are in those blocks, counted once for each group of layers; a step's own count after its
+        `update`."""
         return self._kv.tokens_stored
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers."""
+        return self._kv.num_groups
 
     def tokens_of(self, request_id: int) -> tuple[int, ...]:
         """Prompt and output so far of a sequence that has not ended. KeyError for any other."""
@@ -231,6 +242,7 @@ class Scheduler:
                 raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
             seq.num_computed_tokens += len(row.token_ids)
             self._kv.publish(seq)
+            self._kv.shed(seq)
             if seq.tails and not seq.lacks:
                 tails, seq.tails = seq.tails, ()
                 self._branch(seq, [(seq, tail) for tail in tails])
@@ -332,7 +344,7 @@ class Scheduler:
         """Blocks to leave free for those that run, so that who is admitted is not preempted, or preempts, right away."""
         if not self._running:
             return 0
-        return max(self._watermark, self._num_rows) if self._is_crowded else self._watermark
+        return max(self._watermark, self._num_rows * self._kv.num_groups) if self._is_crowded else self._watermark
 
     def _preempt(self, seq: Sequence, may_move: bool = False) -> tuple[tuple[int, int], ...]:
         """Take `seq`'s blocks. It keeps its tokens; when it is resumed, it computes their keys and values again, or has them

@@ -32,7 +32,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # None: it was never admitted
     block_table: tuple[int, ...] = ()  # a tuple, so that a step's rows can hold it as it is until it grows
-    host_blocks: tuple[int, ...] = ()  # while it waits: where its first `num_swapped_tokens` tokens' keys and values are
+    num_shed: tuple[int, ...] = ()  # stretches of blocks given back, by group of layers that look back only so far
+    host_blocks: tuple[int | None, ...] = ()  # while it waits: where its first `num_swapped_tokens` tokens' keys and values are
     num_swapped_tokens: int = 0
     num_published: int | None = 0  # of its blocks; None: no more of what it holds may be published
     names: PrefixNames | None = None  # made by the KV manager, when it has a use for them

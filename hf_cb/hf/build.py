@@ -14,6 +14,7 @@ from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
 from hf_cb.core.fair import Fair
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.priority import Priority
+from hf_cb.core.reach import Reach
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.engine import Served
@@ -27,6 +28,7 @@ from hf_cb.hf.weights import WeightWatch
 from hf_cb.machinery import FollowWeights, Look, Machinery
 from hf_cb.options import Defaults
 from hf_cb.runtime.kv_cache import KVCache
+from hf_cb.runtime.kv_layout import KVLayout
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
 from hf_cb.runtime.swap_space import SwapSpace
@@ -40,25 +42,27 @@ _COPY_BYTES_PER_SECOND = 4e9  # between device and host, until it is measured
 def build(model: Any, config: CBConfig) -> Served:
     """Examine the model and put the twin into service. Raises UnservableError with the reason, or InvalidArgumentError."""
     servable = examine(model, config.attention_backend, _pack_memory(config))
-    facts = _facts(servable)
+    layout = KVLayout.of(servable.specs)
+    num_groups = len(layout.groups)
+    facts = _facts(servable, layout)
     resolved = config.resolve(facts)
-    cache = _allocate(servable, resolved, facts)
+    cache = _allocate(servable, resolved, facts, layout)
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
-    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device)
+    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups)
     scheduler = Scheduler(
-        num_blocks=resolved.num_blocks,
+        num_blocks=cache.num_blocks,
         block_size=resolved.block_size,
         max_batch_tokens=resolved.max_batch_tokens,
         max_batch_size=resolved.max_batch_size,
         policy=make_policy(resolved.policy),
         prefix_cache=resolved.prefix_cache,
-        num_host_blocks=resolved.num_swap_blocks,
-        swap_cost=SwapCost(facts.kv_bytes_per_token * resolved.block_size / _COPY_BYTES_PER_SECOND),
+        num_host_blocks=resolved.num_swap_blocks * num_groups,
+        swap_cost=SwapCost(facts.kv_bytes_per_token * resolved.block_size / num_groups / _COPY_BYTES_PER_SECOND),
         target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
+        reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
     )
-    blocks = resolved.num_swap_blocks
-    swap_space = SwapSpace(cache, servable.specs, blocks) if blocks else None
+    swap_space = SwapSpace(cache, resolved.num_swap_blocks * num_groups) if resolved.num_swap_blocks else None
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
     def defaults() -> Defaults:
@@ -90,7 +94,7 @@ def make_policy(named: str | Callable[[], Policy]) -> Policy:
     return policy
 
 
-def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts) -> KVCache:
+def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts, layout: KVLayout) -> KVCache:
     if resolved.kv_cache_memory > facts.free_memory:
         weights = sum(tensor.nbytes for tensor in servable.twin.parameters())
         raise InvalidArgumentError(
@@ -99,7 +103,7 @@ def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts) -
             f"weights' {weights}: {resolved.kv_cache_memory - facts.free_memory} too many"
         )
     try:
-        return KVCache(servable.specs, resolved.num_blocks, resolved.block_size)
+        return KVCache(servable.specs, resolved.num_blocks * len(layout.groups), resolved.block_size, layout)
     except (RuntimeError, MemoryError, ValueError) as error:  # torch's out-of-memory errors are RuntimeErrors
         raise InvalidArgumentError(
             f"kv_cache_memory: {resolved.num_blocks} blocks take {resolved.kv_cache_memory} bytes, and {servable.device} has "
@@ -122,9 +126,9 @@ def _pack_memory(config: CBConfig) -> int:
     return _free_memory(torch.device("cpu")) // 4 if config.pack_memory is None else config.pack_memory
 
 
-def _facts(servable: Servable) -> ModelFacts:
+def _facts(servable: Servable, layout: KVLayout) -> ModelFacts:
     return ModelFacts(
-        kv_bytes_per_token=sum(spec.bytes_per_token for spec in servable.specs),
+        kv_bytes_per_token=layout.bytes_per_token(servable.specs),
         max_positions=servable.max_positions,
         free_memory=_free_memory(servable.device),
         default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),

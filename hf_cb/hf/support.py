@@ -245,7 +245,7 @@ def _run_packed(forward: Forward, port: AttentionPort, rows: list[list[int]], de
             break
         total = sum(len(row.token_ids) for row in scheduled)
         batch = build_input_batch(SchedulerOutput(scheduled, total), _BLOCK_SIZE, device)
-        port.begin(batch.step)
+        port.begin(batch.steps)
         out = forward(batch.input_ids, batch.position_ids, torch.arange(total, device=device)).float()
         if any(calls != 1 for calls in port.calls):
             raise UnservableError("an attention layer was not called exactly once a step")

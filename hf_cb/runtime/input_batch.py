@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +30,7 @@ class InputBatch:
     position_ids: torch.Tensor  # [1, T] int64
     logits_indices: torch.Tensor  # [n] int64: packed positions of the last token of each row that samples, then prompt_parts'
     sampling_ids: tuple[int, ...]  # request ids in the order of logits_indices
-    step: AttentionStep
+    steps: tuple[AttentionStep, ...]  # for each group of layers: they differ in where the keys and values are
     prompt_parts: tuple[PromptPart, ...] = ()
 
 
@@ -38,11 +39,16 @@ Wanted = Callable[[int, int], range]
 
 
 def build_input_batch(
-    output: SchedulerOutput, block_size: int, device: torch.device, wanted: Mapping[int, Wanted] | None = None
+    output: SchedulerOutput,
+    block_size: int,
+    device: torch.device,
+    wanted: Mapping[int, Wanted] | None = None,
+    num_groups: int = 1,
 ) -> InputBatch:
     """Pack the rows one after another: no padding tokens. Built with numpy, moved to `device` at the end.
 
-    `wanted`: request id -> which of its positions' logits to compute beside the last one's.
+    `wanted`: request id -> which of its positions' logits to compute beside the last one's. `num_groups`: of layers; a block
+    table holds a block of each in turn.
     """
     rows = output.rows
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
@@ -59,7 +65,7 @@ def build_input_batch(
     block_table = np.zeros((len(rows), max(map(len, tables))), np.int32)  # 0 beyond the used blocks: a valid id
     for i, table in enumerate(tables):
         block_table[i, : len(table)] = table
-    slots = block_table[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    stretches, offsets = positions // block_size * num_groups, positions % block_size
 
     samples = [i for i, row in enumerate(rows) if row.samples]
     logits_indices, parts = [ends[samples] - 1], []
@@ -75,21 +81,30 @@ def build_input_batch(
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
+    first = AttentionStep(
+        cu_seqlens_q=put(cu_seqlens_q),
+        seq_lens_k=put(key_lens.astype(np.int32)),
+        block_table=put(block_table),
+        slot_mapping=put(block_table[row_of, stretches].astype(np.int64) * block_size + offsets),
+        query_lens=tuple(lens.tolist()),
+        key_lens=tuple(key_lens.tolist()),
+        max_seqlen_q=int(lens.max()),
+        max_seqlen_k=int(key_lens.max()),
+        block_size=block_size,
+    )
+
+    def step(group: int) -> AttentionStep:
+        return dataclasses.replace(
+            first,
+            block_table=put(np.ascontiguousarray(block_table[:, group::num_groups])),
+            slot_mapping=put(block_table[row_of, stretches + group].astype(np.int64) * block_size + offsets),
+        )
+
     return InputBatch(
         input_ids=put(ids)[None],
         position_ids=put(positions)[None],
         logits_indices=put(np.concatenate(logits_indices)),
         sampling_ids=tuple(rows[i].request_id for i in samples),
-        step=AttentionStep(
-            cu_seqlens_q=put(cu_seqlens_q),
-            seq_lens_k=put(key_lens.astype(np.int32)),
-            block_table=put(block_table),
-            slot_mapping=put(slots),
-            query_lens=tuple(lens.tolist()),
-            key_lens=tuple(key_lens.tolist()),
-            max_seqlen_q=int(lens.max()),
-            max_seqlen_k=int(key_lens.max()),
-            block_size=block_size,
-        ),
+        steps=(first,) if num_groups == 1 else tuple(map(step, range(num_groups))),
         prompt_parts=tuple(parts),
     )

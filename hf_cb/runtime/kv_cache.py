@@ -1,4 +1,5 @@
-"""KVCache: the cache tensors, one pair per attention layer, each with its own heads, head sizes, dtype and device."""
+"""KVCache: the cache tensors, a pair for each attention layer, with its own heads, head sizes, dtype and device. Layers of
+several groups (`KVLayout`) share them, since a block belongs to one group at a time."""
 
 from __future__ import annotations
 
@@ -9,45 +10,56 @@ import numpy as np
 import torch
 
 from hf_cb.attention.step import LayerKV, LayerSpec
+from hf_cb.runtime.kv_layout import KVLayout
 
 
 class KVCache:
-    """Key and value blocks of every layer, indexed alike: block b of the pool is block b in each layer's tensors."""
+    """Key and value blocks of every layer, indexed alike: block b of the pool is block b in the tensors of its group's layers.
 
-    def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int) -> None:
+    One more block, of zeros, stands for those that a group has given back: no row writes to it.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int, layout: KVLayout | None = None) -> None:
         """Allocate zeroed memory; on a CPU, pages take room only from when they are first written."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._specs = tuple(specs)
-        self.layers: tuple[LayerKV, ...] = ()  # none while the memory is given back
+        self.layout = layout or KVLayout((tuple(range(len(specs))),), ((None, None),))
+        self.specs = tuple(specs[layer] for layer in max(self.layout.groups, key=len))  # of `tensors`
+        self.tensors: tuple[LayerKV, ...] = ()  # none while the memory is given back
         self.restore()
+
+    @property
+    def layers(self) -> tuple[LayerKV, ...]:
+        """Each layer's tensors."""
+        own = {layer: kv for group in self.layout.groups for layer, kv in zip(group, self.tensors, strict=False)}
+        return tuple(own[layer] for layer in sorted(own))
 
     @property
     def is_released(self) -> bool:
         """Whether the memory is given back."""
-        return not self.layers
+        return not self.tensors
 
     def release(self) -> None:
         """Give the memory back to the system; what was in it is lost."""
-        self.layers = ()
-        if any(spec.device.type == "cuda" for spec in self._specs):
+        self.tensors = ()
+        if any(spec.device.type == "cuda" for spec in self.specs):
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Take the memory (again), zeroed. Raises what torch or numpy raise when there is none."""
-        self.layers = tuple(
-            LayerKV(self._zeros(spec, spec.head_size), self._zeros(spec, spec.value_head_size)) for spec in self._specs
+        self.tensors = tuple(
+            LayerKV(self._zeros(spec, spec.head_size), self._zeros(spec, spec.value_head_size)) for spec in self.specs
         )
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, target) each, in every layer; no target stands twice. All sources are read first."""
+        """Copy whole blocks, (source, target) each; no target stands twice. All sources are read first."""
         sources, targets = torch.tensor(pairs).T
-        for layer in self.layers:
-            for blocks in layer:
+        for pair in self.tensors:
+            for blocks in pair:
                 blocks[targets.to(blocks.device)] = blocks[sources.to(blocks.device)]
 
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
-        shape = (self.num_blocks, self.block_size, spec.num_kv_heads, head_size)
+        shape = (self.num_blocks + 1, self.block_size, spec.num_kv_heads, head_size)
         if spec.device.type != "cpu":
             return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
         return lazy_zeros(shape, spec.dtype)

@@ -22,11 +22,15 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class ModelRunner:
     """Owns what a step needs besides the schedule: the model, its port, the sampling state of each request."""
 
-    def __init__(self, forward: Forward, port: AttentionPort, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, forward: Forward, port: AttentionPort, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
+        """`num_groups`: of layers, see KVLayout."""
         self._forward = forward
         self._port = port
         self._block_size = block_size
         self._device = device
+        self._num_groups = num_groups
         self._rows: dict[int, RowState] = {}
         self._beams: dict[int, Beams] = {}
         self._prompts: dict[int, PromptLogprobs] = {}  # of requests that want them and have no token yet
@@ -52,7 +56,7 @@ class ModelRunner:
         """Compute the step. On an exception nothing has been sampled: the same output may be executed again."""
         with torch.inference_mode():
             wanted = {key: prompt.wanted for key, prompt in self._prompts.items()}
-            batch = build_input_batch(output, self._block_size, self._device, wanted)
+            batch = build_input_batch(output, self._block_size, self._device, wanted, self._num_groups)
             began = time.perf_counter()
             logits = self.forward(batch)
             self.model_seconds = time.perf_counter() - began
@@ -110,7 +114,7 @@ class ModelRunner:
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Logits [n, vocab] of `batch.logits_indices`; writes every row's keys and values."""
-        self._port.begin(batch.step)
+        self._port.begin(batch.steps)
         try:
             return self._forward(batch.input_ids, batch.position_ids, batch.logits_indices)
         finally:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_cb.attention.backend import AttentionBackend
-from hf_cb.attention.step import AttentionStep, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
 from hf_cb.runtime.kv_cache import KVCache
 
 
@@ -23,6 +23,7 @@ class _Layer:
     module: object
     spec: LayerSpec
     index: int
+    group: int  # of the cache's layout
 
 
 class AttentionPort:
@@ -33,36 +34,38 @@ class AttentionPort:
     ) -> None:
         self._backend = backend
         self._cache = cache
+        group_of = {layer: group for group, layers in enumerate(cache.layout.groups) for layer in layers}
         self._layers = {
-            id(module): _Layer(module, spec, index)
+            id(module): _Layer(module, spec, index, group_of[index])
             for index, (module, spec, _) in enumerate(zip(modules, specs, cache.layers, strict=True))
         }
-        self._step: AttentionStep | None = None
-        self._plans: dict[LayerSpec, object] = {}
+        self._kv: tuple[LayerKV, ...] = ()
+        self._steps: tuple[AttentionStep, ...] = ()
+        self._plans: dict[tuple[int, LayerSpec], object] = {}
         self.calls: list[int] = []  # how often each layer called in the current step, in layer order; see `serve`
 
-    def begin(self, step: AttentionStep) -> None:
-        """Make `step` the one that the modules' calls belong to."""
-        self._step = step
+    def begin(self, steps: tuple[AttentionStep, ...]) -> None:
+        """Make `steps`, one for each group of layers, those that the modules' calls belong to."""
+        self._steps = steps
+        self._kv = self._cache.layers
         self._plans.clear()
         self.calls = [0] * len(self._layers)
 
     def end(self) -> None:
         """Forget the step: a call outside one is a mistake and fails."""
-        self._step = None
+        self._steps = self._kv = ()
         self._plans.clear()
 
     def serve(
         self, module: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """One layer's attention in the current step: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]."""
-        step = self._step
-        if step is None:
+        if not self._steps:
             raise RuntimeError("an attention module of the twin was called outside a step")
-        key = id(module)
-        layer = self._layers[key]
+        layer = self._layers[id(module)]
+        step, key = self._steps[layer.group], (layer.group, layer.spec)
         self.calls[layer.index] += 1
-        plan = self._plans.get(layer.spec)
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[layer.spec] = self._backend.plan(step, layer.spec)
-        return self._backend.attend(q, k, v, self._cache.layers[layer.index], layer.spec, step, plan, sinks)
+            plan = self._plans[key] = self._backend.plan(step, layer.spec)
+        return self._backend.attend(q, k, v, self._kv[layer.index], layer.spec, step, plan, sinks)

@@ -11,13 +11,14 @@ from hf_cb.runtime.kv_cache import KVCache, lazy_zeros
 
 
 class SwapSpace:
-    """`num_blocks` host blocks for every layer of `cache`; pinned where the cache is on another device than the CPU."""
+    """`num_blocks` host blocks like those of `cache`; pinned where the cache is on another device than the CPU."""
 
-    def __init__(self, cache: KVCache, specs: Sequence[LayerSpec], num_blocks: int) -> None:
+    def __init__(self, cache: KVCache, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._cache = cache
         self._layers = tuple(
-            LayerKV(_host_blocks(spec, spec.head_size, self), _host_blocks(spec, spec.value_head_size, self)) for spec in specs
+            LayerKV(_host_blocks(spec, spec.head_size, self), _host_blocks(spec, spec.value_head_size, self))
+            for spec in cache.specs
         )
 
     @property
@@ -38,7 +39,7 @@ class SwapSpace:
             device[target.to(device.device)] = host[source].to(device.device)
 
     def _tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pairs = zip(self._cache.layers, self._layers, strict=True)
+        pairs = zip(self._cache.tensors, self._layers, strict=True)
         return [both for device, host in pairs for both in zip(device, host, strict=True)]
 
 

@@ -1,6 +1,9 @@
 """A model without arithmetic: it sees its tokens through the block table alone, so a wrong table changes what it says."""
 
+import itertools
+
 from hf_cb.core.output import SchedulerOutput, StepResult
+from hf_cb.core.reach import ALL, Reach
 from hf_cb.request import Choice, Request
 
 _SEED = 11
@@ -15,10 +18,14 @@ def _next_token(state: int, vocab_size: int) -> int:
 
 
 class StubModel:
-    """What a slot holds is a hash of its token and of all before it, read from the slot before: as in a real KV cache."""
+    """What a slot holds is a hash of its token and of all before it, read from the slot before: as in a real KV cache.
 
-    def __init__(self, block_size: int, vocab_size: int = 2) -> None:
-        self.block_size = block_size
+    Each group of layers has slots of its own. What comes next hangs on the last slot of the first group, and on all that the
+    others can see.
+    """
+
+    def __init__(self, block_size: int, vocab_size: int = 2, reaches: tuple[Reach, ...] = (ALL,)) -> None:
+        self.block_size, self.reaches = block_size, reaches
         self.vocab_size = vocab_size
         self._slots: dict[int, int] = {}
         self._host: dict[int, list[int | None]] = {}
@@ -54,10 +61,15 @@ class StubModel:
         for row in output.rows:
             for position, token in enumerate(row.token_ids, row.start):
                 before = _SEED if position == 0 else self._slots[self._slot(row.block_table, position - 1)]
-                self._slots[self._slot(row.block_table, position)] = _absorb(before, token)
+                for group in range(len(self.reaches)):
+                    self._slots[self._slot(row.block_table, position, group)] = _absorb(before, token)
             if row.samples and not fails:
                 end = row.start + len(row.token_ids)
-                last = self._slots[self._slot(row.block_table, end - 1)]
+                seen = [
+                    [self._slots[self._slot(row.block_table, p, g)] for p in range(reach.first(end - 1), end)]
+                    for g, reach in enumerate(self.reaches)
+                ]
+                last = _mix(seen)
                 search = self._searches.get(row.request_id)
                 if search is None:
                     tokens[row.request_id] = _next_token(last, self.vocab_size)
@@ -74,8 +86,17 @@ class StubModel:
                 del self._states[request_id]
         return choices
 
-    def _slot(self, block_table: tuple[int, ...], position: int) -> int:
-        return block_table[position // self.block_size] * self.block_size + position % self.block_size
+    def _slot(self, block_table: tuple[int, ...], position: int, group: int = 0) -> int:
+        block = block_table[position // self.block_size * len(self.reaches) + group]
+        return block * self.block_size + position % self.block_size
+
+
+def _mix(seen: list[list[int]]) -> int:
+    """From what each group of layers sees at the last position."""
+    state = seen[0][-1]
+    for value in (value for group in seen[1:] for value in group):
+        state = _absorb(state, value)
+    return state
 
 
 class StubSearch:
@@ -95,31 +116,25 @@ class StubSearch:
         return Choice(tuple(i for i, _ in kept), tuple(token for _, token in kept), self.rows[0] if ends else None)
 
 
-def search_alone(request: Request, width: int, num_steps: int) -> tuple[int, ...]:
+def search_alone(request: Request, width: int, num_steps: int, reaches: tuple[Reach, ...] = (ALL,)) -> tuple[int, ...]:
     """The best beam of a StubSearch without any scheduler."""
     search = StubSearch(width, num_steps)
-    choice = search.choose([_state((*request.prompt,))])
+    choice = search.choose([_state((*request.prompt,), reaches)])
     while choice.best is None:
-        choice = search.choose([_state((*request.prompt, *row)) for row in search.rows])
+        choice = search.choose([_state((*request.prompt, *row), reaches) for row in search.rows])
     return choice.best
 
 
-def _state(tokens: tuple[int, ...]) -> int:
-    state = _SEED
-    for token in tokens:
-        state = _absorb(state, token)
-    return state
+def _state(tokens: tuple[int, ...], reaches: tuple[Reach, ...]) -> int:
+    states = list(itertools.accumulate(tokens, _absorb, initial=_SEED))[1:]
+    return _mix([states[reach.first(len(tokens) - 1) :] for reach in reaches])
 
 
-def output_alone(request: Request, vocab_size: int = 2) -> list[int]:
+def output_alone(request: Request, vocab_size: int = 2, reaches: tuple[Reach, ...] = (ALL,)) -> list[int]:
     """What the request's output is without any scheduler."""
-    state = _SEED
-    for token in request.prompt:
-        state = _absorb(state, token)
     output: list[int] = []
     while len(output) < request.max_new_tokens:
-        output.append(_next_token(state, vocab_size))
+        output.append(_next_token(_state((*request.prompt, *output), reaches), vocab_size))
         if output[-1] in request.eos_token_ids:
             break
-        state = _absorb(state, output[-1])
     return output

@@ -12,9 +12,19 @@ from hf_cb.core.fair import Fair
 from hf_cb.core.output import ScheduledRow, SchedulerOutput, StepResult
 from hf_cb.core.policy import FCFS
 from hf_cb.core.priority import Priority
+from hf_cb.core.reach import ALL, Reach
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import RequestTooLongError
 from hf_cb.request import FinishReason, Request, Service
+
+REACHES = (
+    (ALL,),
+    (ALL, Reach(window=3)),
+    (ALL, Reach(window=5), Reach(window=5)),
+    (ALL, Reach(chunk=4)),
+    (Reach(window=4),),
+    (Reach(window=2), Reach(window=6, chunk=5)),
+)
 
 
 class _Ranked(FCFS):
@@ -41,9 +51,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         num_host_blocks=st.integers(0, 6),
         target_itl=st.sampled_from([None, 0.01]),
+        reaches=st.sampled_from(REACHES),
     )
-    def make(self, num_blocks, block_size, max_batch_tokens, max_batch_size, policy, prefix_cache, num_host_blocks, target_itl):
-        self.num_slots, self.paced = num_blocks * block_size, target_itl is not None
+    def make(
+        self,
+        num_blocks,
+        block_size,
+        max_batch_tokens,
+        max_batch_size,
+        policy,
+        prefix_cache,
+        num_host_blocks,
+        target_itl,
+        reaches,
+    ):
+        self.reaches, self.paced = reaches, target_itl is not None
+        num_blocks *= len(reaches)
         self.fcfs = policy is FCFS and not self.paced
         self.max_batch_tokens, self.max_batch_size, self.block_size = max_batch_tokens, max_batch_size, block_size
         self.scheduler = Scheduler(
@@ -55,8 +78,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             num_host_blocks=num_host_blocks,
             target_itl=target_itl,
+            reaches=reaches,
         )
-        self.model = StubModel(block_size)
+        self.num_slots = self.scheduler._kv.num_slots
+        if None not in (reach.span for reach in reaches):
+            self.num_slots = min(self.num_slots, 40)
+        else:
+            assert self.num_slots >= num_blocks // len(reaches) * block_size
+        self.model = StubModel(block_size, reaches=reaches)
         self.live: dict[int, tuple[Request, list[int]]] = {}
         self.started: list[int] = []  # the requests in the order of their first tokens
 
@@ -75,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except RequestTooLongError:
             assert len(prompt) + max_new_tokens - 1 > self.num_slots
         else:
-            assert len(prompt) + max_new_tokens - 1 <= self.num_slots
+            assert len(prompt) + max_new_tokens - 1 <= max(self.num_slots, 40 if self.reaches[0].span else 0)
             self.model.add(request)
             self.live[request.request_id] = (request, [])
 
@@ -97,9 +126,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_a_search(self, prompt, width, max_new_tokens, num_steps):
         search = StubSearch(width, min(num_steps, max_new_tokens))
         request = Request(tuple(prompt), max_new_tokens, search=search)
-        size, slots = self.block_size, len(prompt) + max_new_tokens - 1
-        shared = len(prompt) // size
-        if width <= self.max_batch_size and shared + width * (-(-slots // size) - shared) <= self.num_slots // size:
+        kv, slots = self.scheduler._kv, len(prompt) + max_new_tokens - 1
+        if width <= self.max_batch_size and kv.num_needed(len(prompt), slots, width) <= kv.num_blocks:
             self._add(request)
         else:
             with pytest.raises(RequestTooLongError, match=r"^num_beams: "):
@@ -205,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not {row.request_id for row in output.rows} & set(output.preempted)
         held = Counter(block for row in output.rows for block in row.block_table)
         for row in output.rows:  # what a row writes to is its own, and computed tokens are never written again
-            written = row.block_table[row.start // self.block_size :]
+            written = row.block_table[row.start // self.block_size * len(self.reaches) :]
             assert all(held[block] == 1 for block in written)
         for row in output.rows:
             self._check_row(row)
@@ -216,13 +244,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         end = row.start + len(row.token_ids)
         assert row.token_ids == tuple(seq.tokens[row.start : end]) != ()
         assert row.samples == (end == len(seq.tokens) and not seq.tails)
-        assert len(row.block_table) * self.block_size >= end
+        assert len(row.block_table) // len(self.reaches) * self.block_size >= end
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> None:
         for request_id, token, reason, error, _, best in self.scheduler.update(output, result):
             request, tokens = self.live[request_id]
             if best is not None:
-                assert best == search_alone(request, request.width, request.search.num_steps)
+                assert best == search_alone(request, request.width, request.search.num_steps, self.reaches)
                 del self.live[request_id]
                 continue
             if error is not None:
@@ -232,7 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not tokens:
                 self.started.append(request_id)
             tokens.append(token)
-            expected = output_alone(request)
+            expected = output_alone(request, reaches=self.reaches)
             assert tokens == expected[: len(tokens)]
             assert (reason is not None) == (tokens == expected)
             if reason is not None:

@@ -15,7 +15,7 @@ from hf_cb.core.swap_cost import SwapCost
 
 pytestmark = pytest.mark.timeout(20)
 
-SMALL = {"block_size": 4, "num_blocks": 24, "swap_space": "1MiB"}
+SMALL = {"block_size": 4, "num_blocks": 14, "swap_space": "1MiB"}
 
 
 def serve(model: PreTrainedModel, name: str, **options: object) -> hf_cb.EngineStats:
@@ -55,7 +55,7 @@ def test_200_random_requests_with_everything_on(name: str) -> None:
     """Prefix hits, swaps, recomputation, a target for the time between tokens, fair tenants, cancelled neighbours."""
     chance, model, rows = random.Random(7), truth.model(name), truth.rows(name)
     options = {"policy": "fair", "target_itl_ms": 5, "max_batch_tokens": 32, "swap_space": "64KiB", "max_queue_size": 300}
-    with hf_cb.continuous_batching(model, block_size=4, num_blocks=28, **options) as engine:
+    with hf_cb.continuous_batching(model, block_size=4, num_blocks=16, **options) as engine:
         asked = []
         for i in range(200):
             row = chance.choice(rows)

@@ -104,15 +104,15 @@ def test_in_company(duo: seam.Duo, engine: str) -> None:
     jobs: list[dict[str, Any]] = [{"input_ids": p[None], **call} for p, call in zip(prompts, SEARCHES.values(), strict=True)]
     jobs += [{"input_ids": p[None]} for p in seam.prompts(9, 4, 15, 2)]
     forks = {"input_ids": seam.prompts(13)[0][None], "do_sample": True, "max_new_tokens": NEW}
-    with seam.duo(options=ENGINES[engine]) as made, ThreadPoolExecutor(len(jobs) + 1) as threads:
-        with crowd.held(made.engine, len(jobs) + 3):
-            answers = threads.map(lambda job: made.served.generate(**job, max_new_tokens=NEW, seed=3), jobs)
-            samples = threads.submit(made.served.generate, **forks, num_return_sequences=3, seed=3)
-        got = list(answers)
+    with seam.duo(options=ENGINES[engine]) as made:
+        calls = [lambda job=job: made.served.generate(**job, max_new_tokens=NEW, seed=3) for job in jobs]
+        *got, samples = crowd.answers(
+            made.engine, [*calls, lambda: made.served.generate(**forks, num_return_sequences=3, seed=3)]
+        )
         stats = made.engine.stats()
     assert stats.native_calls == {}
     assert (stats.preemptions > 0) == ("num_blocks" in ENGINES[engine])
-    for i, row in enumerate(samples.result()):
+    for i, row in enumerate(samples):
         assert torch.equal(row, duo.served.generate(**forks, seed=3 + i)[0])
     for job, answer in zip(jobs, got, strict=True):
         with torch.random.fork_rng(devices=[]):
@@ -124,10 +124,12 @@ def test_in_company(duo: seam.Duo, engine: str) -> None:
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "qwen2_moe", "llama4_text"])
 def test_other_models(name: str) -> None:
     """Windows, caps, sinks, learned positions, experts: with prompts longer than the window, and preemption."""
-    with seam.duo(name, options={"block_size": 4, "num_blocks": 20}) as duo, ThreadPoolExecutor(3) as threads:
-        prompts = seam.prompts(21, 5, 14)
-        with crowd.held(duo.engine, 3):
-            answers = threads.map(lambda p: duo.served.generate(p[None], num_beams=3, max_new_tokens=NEW), prompts)
+    with seam.duo(name, options={"block_size": 4, "num_blocks": 16}) as duo:
+        prompts = seam.prompts(21, 5, 14, 18)
+        answers = crowd.answers(
+            duo.engine,
+            [lambda p=p: duo.served.generate(p[None], num_beams=3, max_new_tokens=NEW) for p in prompts],  # type: ignore[misc]
+        )
         for prompt, got in zip(prompts, answers, strict=True):
             assert torch.equal(got, duo.plain.generate(prompt[None], num_beams=3, max_new_tokens=NEW))
         assert duo.engine.stats().native_calls == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -151,10 +150,8 @@ def test_every_option_changes_something(duo: seam.Duo) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_in_company(duo: seam.Duo, engine: str) -> None:
     """All options at once, from a thread each, so that every row has neighbours with others."""
-    with seam.duo(options=ENGINES[engine]) as made, ThreadPoolExecutor(len(CASES)) as threads:
-        with crowd.held(made.engine, len(CASES)):
-            answers = threads.map(lambda case: case.served(made), CASES.values())
-        got = list(answers)
+    with seam.duo(options=ENGINES[engine]) as made:
+        got = crowd.answers(made.engine, [lambda case=case: case.served(made) for case in CASES.values()])
         stats = made.engine.stats()
     for (name, case), tokens in zip(CASES.items(), got, strict=True):
         assert tokens == case.plain(duo), name

@@ -65,15 +65,14 @@ class Note(LogitsProcessor, StoppingCriteria):
     ids=["together", "small budget", "small pool"],
 )
 def test_once_per_token_with_the_whole_history(options: dict[str, Any]) -> None:
-    with seam.duo(options=options) as duo, ThreadPoolExecutor(len(PROMPTS)) as threads:
+    with seam.duo(options=options) as duo:
 
         def call(prompt: torch.Tensor) -> tuple[list[int], Note]:
             note = Note()
             lists = {"logits_processor": LogitsProcessorList([note]), "stopping_criteria": StoppingCriteriaList([note])}
             return duo.served.generate(prompt, max_new_tokens=NEW, **lists)[0].tolist(), note
 
-        with crowd.held(duo.engine, len(PROMPTS)):
-            answers = threads.map(call, PROMPTS)
+        answers = crowd.answers(duo.engine, [lambda prompt=prompt: call(prompt) for prompt in PROMPTS])
         for prompt, (tokens, note) in zip(PROMPTS, answers, strict=True):
             assert tokens == duo.plain.generate(prompt, max_new_tokens=NEW)[0].tolist()
             n = prompt.shape[1]

@@ -94,10 +94,10 @@ def test_submit_and_generate_agree(duo: seam.Duo) -> None:
 )
 def test_seeds_are_independent_of_neighbours_budget_and_preemption(duo: seam.Duo, options: dict[str, Any]) -> None:
     rows = seam.prompts(5, 11, 2, 8, 14, 3, 9, 1)
-    with seam.duo(options=options) as other, ThreadPoolExecutor(len(rows)) as threads:
+    with seam.duo(options=options) as other:
         call = {"do_sample": True, "temperature": 2.0, "max_new_tokens": NEW}
-        with crowd.held(other.engine, len(rows)):
-            got = threads.map(lambda job: other.served.generate(job[1][None], seed=job[0], **call), enumerate(rows))
+        calls = [lambda i=i, row=row: other.served.generate(row[None], seed=i, **call) for i, row in enumerate(rows)]
+        got = crowd.answers(other.engine, calls)
         assert [out[0, -NEW:].tolist() for out in got] == [alone(duo, row, i) for i, row in enumerate(rows)]
         assert (other.engine.stats().preemptions > 0) == ("num_blocks" in options)
 

@@ -27,7 +27,7 @@ def test_by_hand() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 6, 2, 3, 4]]
     assert batch.logits_indices.tolist() == [5, 8]
     assert batch.sampling_ids == (10, 20)
-    step = batch.step
+    step = batch.steps[0]
     assert step.cu_seqlens_q.tolist() == [0, 5, 6, 9]
     assert step.seq_lens_k.tolist() == [5, 7, 5]
     assert step.block_table.tolist() == [[7, 2], [5, 3], [9, 4]]
@@ -43,25 +43,25 @@ def test_no_row_samples() -> None:
 
 def test_unequal_tables_are_filled_with_a_valid_block() -> None:
     batch = build([ScheduledRow(1, 0, (5,), (3,), True), ScheduledRow(2, 8, (6,), (4, 2, 1), True)], block_size=4)
-    assert batch.step.block_table.tolist() == [[3, 0, 0], [4, 2, 1]]
+    assert batch.steps[0].block_table.tolist() == [[3, 0, 0], [4, 2, 1]]
 
 
 def test_a_table_may_be_longer_than_the_row_needs() -> None:
     batch = build([ScheduledRow(1, 3, (5,), (3, 6, 8), True)], block_size=4)
-    assert batch.step.slot_mapping.tolist() == [15]
+    assert batch.steps[0].slot_mapping.tolist() == [15]
 
 
 def test_types() -> None:
     batch = build([ScheduledRow(1, 0, (5,), (3,), True)], block_size=4)
     assert batch.input_ids.dtype == batch.position_ids.dtype == batch.logits_indices.dtype == torch.int64
-    step = batch.step
+    step = batch.steps[0]
     assert step.cu_seqlens_q.dtype == step.seq_lens_k.dtype == step.block_table.dtype == torch.int32
     assert step.slot_mapping.dtype == torch.int64
 
 
 def test_slots_beyond_32_bits() -> None:
     batch = build([ScheduledRow(1, 0, (5,), (1 << 30,), True)], block_size=16)
-    assert batch.step.slot_mapping.tolist() == [1 << 34]
+    assert batch.steps[0].slot_mapping.tolist() == [1 << 34]
 
 
 @st.composite
@@ -83,7 +83,7 @@ def steps(draw: st.DrawFn) -> tuple[list[ScheduledRow], int]:
 def test_any_step(case: tuple[list[ScheduledRow], int]) -> None:
     rows, block_size = case
     batch = build(rows, block_size)
-    step, bounds = batch.step, batch.step.cu_seqlens_q.tolist()
+    step, bounds = batch.steps[0], batch.steps[0].cu_seqlens_q.tolist()
     assert len(set(step.slot_mapping.tolist())) == bounds[-1]  # nobody writes where another does
     for i, row in enumerate(rows):
         mine = slice(bounds[i], bounds[i + 1])
@@ -112,3 +112,19 @@ def test_logits_of_prompts() -> None:
     assert batch.sampling_ids == (2, 3)
     assert batch.prompt_parts == ((1, 4, 2),)
     assert batch.logits_indices.tolist() == [0, 6, 2, 3]
+
+
+def test_groups_of_layers_have_tables_of_their_own() -> None:
+    rows = (
+        ScheduledRow(1, 3, (5, 6), (7, 1, 2, 9, 4, 3), True),  # three groups: blocks 7 and 9, 1 and 4, 2 and 3
+        ScheduledRow(2, 0, (8,), (10, 11, 12), True),
+    )
+    batch = build_input_batch(SchedulerOutput(rows, 3), 4, CPU, num_groups=3)
+    assert [step.block_table.tolist() for step in batch.steps] == [
+        [[7, 9], [10, 0]],
+        [[1, 4], [11, 0]],
+        [[2, 3], [12, 0]],
+    ]
+    assert [step.slot_mapping.tolist() for step in batch.steps] == [[31, 36, 40], [7, 16, 44], [11, 12, 48]]
+    assert all(step.block_table.is_contiguous() for step in batch.steps)
+    assert len({step.key_lens for step in batch.steps}) == 1

@@ -52,7 +52,7 @@ def output(*rows: ScheduledRow) -> SchedulerOutput:
     return SchedulerOutput(rows, sum(len(row.token_ids) for row in rows))
 
 
-STEP = build_input_batch(output(ScheduledRow(1, 0, (5, 6, 7), (0,), True)), 4, CPU).step
+STEP = build_input_batch(output(ScheduledRow(1, 0, (5, 6, 7), (0,), True)), 4, CPU).steps[0]
 Q, K, V = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 6)
 SPECS = [spec(), spec(window=4), spec()]
 
@@ -68,7 +68,7 @@ Made = tuple[AttentionPort, Noting, list[Module], KVCache]
 
 def test_each_layer_meets_its_own_cache_and_like_layers_share_a_plan(made: Made) -> None:
     port, backend, modules, cache = made
-    port.begin(STEP)
+    port.begin((STEP,))
     sinks = torch.zeros(4)
     for i in (2, 0, 1):
         out = port.serve(modules[i], Q, K, V, sinks if i == 1 else None)
@@ -85,7 +85,7 @@ def test_each_layer_meets_its_own_cache_and_like_layers_share_a_plan(made: Made)
 def test_plans_and_counts_last_for_a_step(made: Made) -> None:
     port, backend, modules, _ = made
     for _ in range(2):
-        port.begin(STEP)
+        port.begin((STEP,))
         for _ in range(2):
             port.serve(modules[0], Q, K, V, None)
         assert port.calls == [2, 0, 0]
@@ -97,7 +97,7 @@ def test_a_call_outside_a_step_is_refused(made: Made) -> None:
     port, backend, modules, _ = made
     with pytest.raises(RuntimeError, match="outside a step"):
         port.serve(modules[0], Q, K, V, None)
-    port.begin(STEP)
+    port.begin((STEP,))
     port.end()
     with pytest.raises(RuntimeError, match="outside a step"):
         port.serve(modules[0], Q, K, V, None)
@@ -106,7 +106,7 @@ def test_a_call_outside_a_step_is_refused(made: Made) -> None:
 
 def test_a_module_that_is_not_known_is_refused(made: Made) -> None:
     port = made[0]
-    port.begin(STEP)
+    port.begin((STEP,))
     with pytest.raises(KeyError):
         port.serve(Module(), Q, K, V, None)
     port.end()
@@ -123,13 +123,13 @@ def test_modules_and_specs_must_pair_up() -> None:
 def test_every_layer_has_its_own_shape_and_dtype() -> None:
     specs = [spec(), spec(num_kv_heads=1, head_size=16, value_head_size=4, dtype=torch.bfloat16)]
     cache = KVCache(specs, 5, 4)
-    assert [(kv.k.shape, kv.v.shape, kv.k.dtype) for kv in cache.layers] == [
-        ((5, 4, 2, 8), (5, 4, 2, 6), torch.float32),
-        ((5, 4, 1, 16), (5, 4, 1, 4), torch.bfloat16),
+    assert [(kv.k.shape, kv.v.shape, kv.k.dtype) for kv in cache.layers] == [  # and a block of zeros
+        ((6, 4, 2, 8), (6, 4, 2, 6), torch.float32),
+        ((6, 4, 1, 16), (6, 4, 1, 4), torch.bfloat16),
     ]
     assert all(not kv.k.any() and not kv.v.any() for kv in cache.layers)
     sizes = [t.numel() * t.itemsize for kv in cache.layers for t in kv]
-    assert sum(sizes) == 5 * 4 * sum(s.bytes_per_token for s in specs)
+    assert sum(sizes) == 6 * 4 * sum(s.bytes_per_token for s in specs)
 
 
 # -- the runner -----------------------------------------------------------------------------------------------------------
