@@ -1,8 +1,8 @@
 """Requests of random kinds for a bounded time: `python -m benchmarks.soak [--seconds 1200] [--json FILE]`.
 
-A tiny random model in float32 over a pool that is too small, every feature on: prefix hits, swaps, preemptions, 10 % cancelled,
-5 % timing out, 2 % whose row fails. Afterwards every survivor's tokens are compared with those of plain `generate()`, and what
-is left behind is counted: blocks, threads, resident memory.
+A tiny random model in float32, one layer with a window and one without, over a pool that is too small, every feature on: prefix
+hits, swaps, preemptions, beams, several samples of a prompt, 10 % cancelled, 5 % timing out, 2 % whose row fails. Every
+survivor's tokens are compared with those of plain `generate()`, and what is left behind is counted: blocks, threads, memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import hf_cb
 from benchmarks.machine import resident_bytes
@@ -44,7 +44,7 @@ class RowError(Exception):
 
 def tiny_model() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=48,
         intermediate_size=64,
@@ -52,11 +52,34 @@ def tiny_model() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.35,
+        use_sliding_window=True,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"],
         pad_token_id=0,
         eos_token_id=None,
         bos_token_id=None,
     )
-    return LlamaForCausalLM(config).eval()
+    return Qwen2ForCausalLM(config).eval()
+
+
+def of_one_prompt(model: Any, rows: Sequence[tuple[list[int], tuple[int, ...]]]) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """Calls of `generate` with beams and with samples of `rows`' prompts, and the true answers."""
+    calls: list[dict[str, Any]] = []
+    for i, (prompt, output) in enumerate(rows):
+        usual = {"inputs": torch.tensor([prompt]), "max_new_tokens": min(12, len(output)), "pad_token_id": 0}
+        calls.append({**usual, "num_beams": 2 + i % 3, "do_sample": False, "length_penalty": i % 2})
+        calls.append({**usual, "do_sample": True, "temperature": 1.5, "seed": i, "num_return_sequences": 2 + i % 3})
+    return [(call, _alone(model, call)) for call in calls]
+
+
+def _alone(model: Any, call: dict[str, Any]) -> torch.Tensor:
+    """By plain `generate`, each sample with its own seed."""
+    options = {name: value for name, value in call.items() if name not in ("seed", "num_return_sequences")}
+    answers = []
+    for i in range(call.get("num_return_sequences", 1)):
+        torch.manual_seed(call.get("seed", 0) + i)
+        answers.append(type(model).generate(model, **options))
+    return torch.cat(answers)
 
 
 def questions(model: Any, count: int, seed: int) -> list[tuple[list[int], tuple[int, ...]]]:
@@ -96,15 +119,26 @@ class Culprits:
 
 
 def caller(
-    engine: hf_cb.Engine, rows: Sequence[tuple[list[int], tuple[int, ...]]], culprits: Culprits, end: float, seed: int
+    engine: hf_cb.Engine,
+    generate: Callable[..., torch.Tensor],
+    rows: Sequence[tuple[list[int], tuple[int, ...]]],
+    calls: Sequence[tuple[dict[str, Any], torch.Tensor]],
+    culprits: Culprits,
+    end: float,
+    seed: int,
 ) -> Counter[str]:
     """Ask until `end`. Raises AssertionError for a wrong token or an ending that was not asked for."""
     rng, counts = random.Random(seed), Counter[str]()
     while time.monotonic() < end:
         prompt, want = rng.choice(rows)
-        kind = rng.choices(("plain", "cancel", "timeout", "fail"), (83, 10, 5, 2))[0]
+        kind = rng.choices(("plain", "of one prompt", "cancel", "timeout", "fail"), (75, 8, 10, 5, 2))[0]
         timeout = rng.uniform(1e-4, 0.05) if kind == "timeout" else None
         try:
+            if kind == "of one prompt":
+                call, answer = rng.choice(calls)
+                assert torch.equal(generate(**call), answer), f"{call}: not {answer}"
+                counts["beams and samples"] += 1
+                continue
             handle = engine.submit(
                 prompt, max_new_tokens=len(want), do_sample=False, tenant=f"t{seed % 5}", timeout=timeout, priority=seed % 3
             )
@@ -140,6 +174,7 @@ def soak(seconds: float, num_callers: int = 16, seed: int = 0) -> dict[str, Any]
     """Figures; raises AssertionError for anything wrong or left behind."""
     model = tiny_model()
     rows = questions(model, 40, seed)
+    calls = of_one_prompt(model, rows[:12])
     threads_before = set(threading.enumerate())
     counts, errors, memory = Counter[str](), [], []
     with hf_cb.continuous_batching(model, **OPTIONS) as engine:
@@ -148,7 +183,7 @@ def soak(seconds: float, num_callers: int = 16, seed: int = 0) -> dict[str, Any]
 
         def run(index: int) -> None:
             try:
-                counts.update(caller(engine, rows, culprits, began + seconds, seed * 1000 + index))
+                counts.update(caller(engine, model.generate, rows, calls, culprits, began + seconds, seed * 1000 + index))
             except BaseException as error:
                 errors.append(error)
 

@@ -43,7 +43,8 @@ class CBConfig:
     """Tokens per block of the KV cache."""
 
     num_blocks: int | None = None
-    """Blocks in the pool; overrides kv_cache_memory."""
+    """Blocks of all layers; overrides kv_cache_memory. Where layers differ in how far they look back, each is several blocks of
+    the pool, one for each group of layers of equal reach."""
 
     kv_cache_memory: int | float | str | None = None
     """Memory for the KV cache: bytes, a string such as "4GiB" or "500MB", or a fraction of what is free, as 0.5."""

@@ -37,7 +37,7 @@ class EngineStats:
     preemptions: int
     swaps: int  # preempted sequences that were moved to the host's memory
     finished: Mapping[FinishReason, int]
-    num_blocks: int
+    num_blocks: int  # of the pool: a sequence takes one per `block_size` tokens for each group of layers of equal reach
     blocks_used: int
     step_seconds: float
     model_seconds: float

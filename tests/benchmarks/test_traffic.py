@@ -57,9 +57,11 @@ def test_long_prompts(tiny: Any, tmp_path: Any) -> None:
     assert all(value > 0 for values in figures.values() for value in values.values())
 
 
-def test_a_short_soak() -> None:
-    figures = soak.soak(seconds=15.0, seed=3)
-    assert {"requests survived", "requests cancelled", "requests timed out", "requests failed"} <= set(figures)
+@pytest.mark.timeout(240)
+def test_a_soak_of_two_minutes() -> None:
+    figures = soak.soak(seconds=120.0, seed=3)
+    for kind in ("survived", "beams and samples", "cancelled", "timed out", "failed"):
+        assert figures[f"requests {kind}"] > 10
     assert figures["preemptions"] > 0
     assert figures["swaps"] > 0
     assert figures["cached_tokens"] > 0
