@@ -105,15 +105,18 @@ def measure(seconds: float = 60.0, seed: int = 0) -> tuple[dict[str, Any], dict[
 def plot(curves: Mapping[str, Curves], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    axes = figure.subplots(1, len(curves), sharey=True)
-    for ax, (name, curve) in zip(axes, curves.items(), strict=True):
-        for tenant, service in curve.service.items():
-            ax.plot(curve.times, service, label=tenant)
-        ax.set_title(name)
-        ax.set_xlabel("seconds")
-    axes[0].set_ylabel(f"{PROMPT_COST} x prompt + {OUTPUT_COST} x output tokens served")
-    axes[0].legend()
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    axes = figure.subplots(2, len(curves), sharex=True, sharey="row")
+    for column, (name, curve) in enumerate(curves.items()):
+        for i, (tenant, service) in enumerate(curve.service.items()):
+            for ax in axes[:, column] if tenant != "flood" else axes[:1, column]:
+                ax.plot(curve.times, service, label=tenant, color=f"C{i}")
+        axes[0, column].set_title(name)
+        axes[1, column].set_xlabel("seconds")
+    axes[0, 0].set_ylabel("all tenants")
+    axes[1, 0].set_ylabel("without the one that floods")
+    figure.supylabel(f"{PROMPT_COST} x prompt + {OUTPUT_COST} x output tokens served", fontsize="medium")
+    axes[0, 0].legend()
     figure.savefig(path, dpi=120)
 
 
