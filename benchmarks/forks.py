@@ -43,7 +43,8 @@ def measure(model: Any, args: argparse.Namespace) -> dict[str, dict[str, float]]
         for name, options in WORKLOADS.items():
             call = {**options, "max_new_tokens": new, "pad_token_id": 0}
             figures[name] = _compare(engine, model, prompts, call, args.repeats)
-            unshared = args.requests * 4 * -(-(length + new - 1) // BLOCK)
+            groups = engine.stats().num_blocks // engine.config.num_blocks  # blocks of the pool for a stretch of tokens
+            unshared = groups * args.requests * 4 * -(-(length + new - 1) // BLOCK)
             used = max(step.blocks_used for step in engine.steps()[-new:])
             figures[name] |= {"blocks": used, "blocks_unshared": unshared}
     return figures

@@ -76,12 +76,14 @@ def test_plain_use_while_sixteen_threads_are_served(llama: PreTrainedModel) -> N
 
 
 def test_native_calls_beside_served_ones(llama: PreTrainedModel) -> None:
-    """Beam search runs natively: one call at a time, exact, and the served ones don't wait for it."""
+    """Guidance runs natively: one call at a time, exact, and the served ones don't wait for it."""
     row = rows()[6]
-    truth = plain(llama, row.prompt, len(row.tokens), num_beams=3)
+    truth = plain(llama, row.prompt, len(row.tokens), guidance_scale=1.5)
     assert truth != row.tokens
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        results = together([lambda: ask(llama, row, num_beams=3)] * 4 + [lambda row=row: ask(llama, row) for row in rows()[:8]])
+        results = together(
+            [lambda: ask(llama, row, guidance_scale=1.5)] * 4 + [lambda row=row: ask(llama, row) for row in rows()[:8]]
+        )
         assert results == [truth] * 4 + [row.tokens for row in rows()[:8]]
         assert sum(engine.stats().native_calls.values()) == 4
 
