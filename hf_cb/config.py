@@ -18,7 +18,6 @@ _POLICIES = ("fcfs", "priority", "fair")
 _CPU_KV_BYTES = 4 << 30
 _UNITS = {f"{letter}{i}": (1024 if i else 1000) ** power for power, letter in enumerate("KMGT", 1) for i in ("i", "")}
 _MOST_SECONDS = 1e6  # far beyond any use, and what clocks and locks can still wait for
-_DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_BATCH_SIZE = 256
 
 
@@ -114,7 +113,7 @@ class CBConfig:
 
         Raises InvalidArgumentError when the KV memory has no room for a single block, with the sum.
         """
-        block_size = self.block_size or _DEFAULT_BLOCK_SIZE
+        block_size = self.block_size or facts.default_block_size
         max_batch_size = self.max_batch_size or _DEFAULT_BATCH_SIZE
         bytes_per_block = max(1, block_size * facts.kv_bytes_per_token)
         if self.num_blocks is not None:
@@ -154,6 +153,7 @@ class ModelFacts:
     max_positions: int | None  # None: unbounded
     free_memory: int  # bytes free on the device that holds the KV cache
     default_batch_tokens: int
+    default_block_size: int = 16
     max_step_tokens: int | None = None  # what the model bears in one step; None: any number
 
 

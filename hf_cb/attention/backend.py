@@ -18,6 +18,9 @@ class AttentionBackend(Protocol):
 
     One object may serve many engines at once, so it keeps no state between calls. Whatever a step's layers can share (gather
     indices, masks, groups of rows) is made once a step by `plan`, and passed back to `attend` for layers of an equal spec.
+
+    A backend that wants blocks of a certain size says so: `block_multiple` (1 if it has no such attribute), of which a block
+    must hold a multiple of tokens, and `block_size` (16), where the user names none.
     """
 
     name: str
@@ -55,8 +58,23 @@ class AttentionBackend(Protocol):
 _REGISTRY: dict[str, str] = {
     "native_cpu": "hf_cb.attention.native:NativeCPUBackend",
     "torch_cpu": "hf_cb.attention.cpu:TorchCPUBackend",
+    "flash_attn_3": "hf_cb.attention.flash:FlashAttention3",
+    "flash_attn_4": "hf_cb.attention.flash:FlashAttention4",
+    "flash_attn_2": "hf_cb.attention.flash:FlashAttention2",
+    "torch_varlen": "hf_cb.attention.varlen:TorchVarlen",
+    "torch_grouped": "hf_cb.attention.grouped:GroupedTorch",
     "reference": "hf_cb.attention.reference:ReferenceBackend",
 }
+
+
+def block_multiple(backend: AttentionBackend) -> int:
+    """Blocks for it hold a multiple of so many tokens."""
+    return getattr(backend, "block_multiple", 1)
+
+
+def default_block_size(backend: AttentionBackend) -> int:
+    """Tokens of a block for it, where the user names no number."""
+    return getattr(backend, "block_size", 16)
 
 
 def register_attention_backend(name: str, target: str) -> None:
@@ -81,8 +99,11 @@ def load_attention_backend(name: str) -> AttentionBackend:
     return backend
 
 
-def choose_attention_backend(specs: Sequence[LayerSpec], name: str | None = None) -> tuple[AttentionBackend, str]:
-    """The first backend in the registry that serves every layer, or the one named. Returns it and the reason for the choice.
+def choose_attention_backend(
+    specs: Sequence[LayerSpec], name: str | None = None, block_size: int | None = None
+) -> tuple[AttentionBackend, str]:
+    """The first backend in the registry that serves every layer, in blocks of `block_size` tokens if that is given; or the one
+    named. Returns it and the reason for the choice.
 
     Raises InvalidArgumentError when the named one cannot, with its reason.
     """
@@ -90,6 +111,8 @@ def choose_attention_backend(specs: Sequence[LayerSpec], name: str | None = None
     for candidate in (name,) if name else attention_backend_names():
         backend = load_attention_backend(candidate)
         reason = next((r for r in map(backend.why_not, specs) if r), None)
+        if reason is None and block_size is not None and block_size % block_multiple(backend):
+            reason = f"takes blocks of a multiple of {block_multiple(backend)} tokens, and block_size is {block_size}"
         if reason is None:
             return backend, "named in the configuration" if name else "; ".join([*refusals, f"{candidate} serves every layer"])
         refusals.append(f"{candidate}: {reason}")

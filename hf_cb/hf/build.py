@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_cb.attention.backend import default_block_size
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
 from hf_cb.core.fair import Fair
 from hf_cb.core.policy import FCFS, Policy
@@ -41,7 +42,7 @@ _COPY_BYTES_PER_SECOND = 4e9  # between device and host, until it is measured
 
 def build(model: Any, config: CBConfig) -> Served:
     """Examine the model and put the twin into service. Raises UnservableError with the reason, or InvalidArgumentError."""
-    servable = examine(model, config.attention_backend, _pack_memory(config))
+    servable = examine(model, config.attention_backend, _pack_memory(config), config.block_size)
     layout = KVLayout.of(servable.specs)
     num_groups = len(layout.groups)
     facts = _facts(servable, layout)
@@ -132,6 +133,7 @@ def _facts(servable: Servable, layout: KVLayout) -> ModelFacts:
         max_positions=servable.max_positions,
         free_memory=_free_memory(servable.device),
         default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),
+        default_block_size=default_block_size(servable.backend),
         max_step_tokens=servable.max_step_tokens,
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_cb.attention.backend import AttentionBackend, choose_attention_backend
+from hf_cb.attention.backend import AttentionBackend, block_multiple, choose_attention_backend
 from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.errors import InvalidArgumentError
@@ -55,7 +55,9 @@ class UnservableError(Exception):
     """The model cannot be served. The message is the reason, in words for the user."""
 
 
-def examine(model: nn.Module, attention_backend: str | None = None, pack_memory: int = 0) -> Servable:
+def examine(
+    model: nn.Module, attention_backend: str | None = None, pack_memory: int = 0, block_size: int | None = None
+) -> Servable:
     """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too.
 
     Raises UnservableError with the reason; the model is not touched either way.
@@ -82,7 +84,7 @@ def examine(model: nn.Module, attention_backend: str | None = None, pack_memory:
             with linear_calls(twin) as calls:
                 observer = _observe(twin, forward, rows)
             specs = tuple(observer.specs)
-            backend, reason = choose_attention_backend(specs, attention_backend)
+            backend, reason = choose_attention_backend(specs, attention_backend, block_size)
 
             def probe() -> None:
                 _probe(twin, forward, observer, backend, rows, plain)
@@ -200,13 +202,15 @@ def _probe(
 ) -> None:
     """Run the rows packed and in chunks, once more beside other neighbours, and compare."""
     _check_layer_types(observer)
-    num_blocks = 2 * -(-_LONGEST_PROBE // _BLOCK_SIZE) + 1
-    port = AttentionPort(observer.modules, observer.specs, backend, KVCache(observer.specs, num_blocks, _BLOCK_SIZE))
+    block_size = max(_BLOCK_SIZE, block_multiple(backend))
+    num_blocks = 2 * -(-_LONGEST_PROBE // block_size) + 1
+    cache = KVCache(observer.specs, num_blocks, block_size)
+    port = AttentionPort(observer.modules, observer.specs, backend, cache)
     set_port(twin, port)
     first, second = (row.tolist() for row in rows)
-    packed = _run_packed(forward, port, [first, second], rows[0].device)
+    packed = _run_packed(forward, port, [first, second], rows[0].device, block_size)
     other = [*first[1:], first[0]]
-    beside_other = _run_packed(forward, port, [other, second], rows[0].device)
+    beside_other = _run_packed(forward, port, [other, second], rows[0].device, block_size)
     half = plain[0].new_empty(0).dtype != torch.float32 or any(s.dtype.itemsize < 4 for s in observer.specs)
     for got, want in zip(packed, plain, strict=True):
         if not _close(got, want, half):
@@ -226,10 +230,12 @@ def _check_layer_types(observer: Observer) -> None:
             raise UnservableError("a sliding-window layer does not pass its window to the attention function")
 
 
-def _run_packed(forward: Forward, port: AttentionPort, rows: list[list[int]], device: torch.device) -> list[torch.Tensor]:
+def _run_packed(
+    forward: Forward, port: AttentionPort, rows: list[list[int]], device: torch.device, block_size: int
+) -> list[torch.Tensor]:
     """Logits of every position of each row, computed together in uneven chunks over shuffled blocks, a last token by itself."""
     generator = torch.Generator().manual_seed(1)
-    per_row = -(-_LONGEST_PROBE // _BLOCK_SIZE)
+    per_row = -(-_LONGEST_PROBE // block_size)
     blocks = (torch.randperm(2 * per_row, generator=generator) + 1).tolist()
     tables = [blocks[:per_row], blocks[per_row:]]
     done = [0, 0]
@@ -237,14 +243,14 @@ def _run_packed(forward: Forward, port: AttentionPort, rows: list[list[int]], de
     for chunk in (13, 22, 59, 1, 1):
         parts = [(i, rows[i][done[i] : done[i] + chunk]) for i in range(len(rows))]
         scheduled = tuple(
-            ScheduledRow(i, done[i], tuple(part), tuple(tables[i][: -(-(done[i] + len(part)) // _BLOCK_SIZE)]), True)
+            ScheduledRow(i, done[i], tuple(part), tuple(tables[i][: -(-(done[i] + len(part)) // block_size)]), True)
             for i, part in parts
             if part
         )
         if not scheduled:
             break
         total = sum(len(row.token_ids) for row in scheduled)
-        batch = build_input_batch(SchedulerOutput(scheduled, total), _BLOCK_SIZE, device)
+        batch = build_input_batch(SchedulerOutput(scheduled, total), block_size, device)
         port.begin(batch.steps)
         out = forward(batch.input_ids, batch.position_ids, torch.arange(total, device=device)).float()
         if any(calls != 1 for calls in port.calls):

@@ -31,7 +31,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_order_of_choice() -> None:
-    assert backend.attention_backend_names() == ("native_cpu", "torch_cpu", "reference")
+    names = ("native_cpu", "torch_cpu", "flash_attn_3", "flash_attn_4", "flash_attn_2", "torch_varlen", "torch_grouped")
+    assert backend.attention_backend_names() == (*names, "reference")
 
 
 @pytest.mark.parametrize("name", backend.attention_backend_names())
@@ -58,7 +59,8 @@ def test_the_reason_tells_who_refused() -> None:
     chosen, reason = backend.choose_attention_backend([make_spec(), make_spec(device=META)])
     assert isinstance(chosen, ReferenceBackend)
     refusal = "runs on a CPU, not on meta"
-    assert reason == f"native_cpu: {refusal}; torch_cpu: {refusal}; reference serves every layer"
+    assert reason.startswith(f"native_cpu: {refusal}; torch_cpu: {refusal}; flash_attn_3: runs on cuda, not on cpu; ")
+    assert reason.endswith("; torch_grouped: the meta device has no memory; reference serves every layer")
 
 
 def test_a_named_backend_is_taken() -> None:
@@ -74,7 +76,7 @@ def test_a_named_backend_that_cannot_serve_is_an_error_with_its_reason() -> None
 
 def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(
-        InvalidArgumentError, match=r"^attention_backend: takes one of native_cpu, torch_cpu, reference; got 'flash'"
+        InvalidArgumentError, match=r"^attention_backend: takes one of native_cpu, torch_cpu, .*, reference; got 'flash'"
     ):
         backend.choose_attention_backend([make_spec()], "flash")
 
@@ -91,3 +93,16 @@ def test_a_registered_backend_can_be_named() -> None:
 def test_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"^name: .*'torch_cpu' is registered already"):
         backend.register_attention_backend("torch_cpu", "somewhere:Else")
+
+
+class _Coarse(ReferenceBackend):
+    name = "coarse"
+    block_multiple = block_size = 256
+
+
+@pytest.mark.usefixtures("registry")
+def test_blocks_that_a_backend_does_not_take() -> None:
+    backend.register_attention_backend("coarse", f"{__name__}:_Coarse")
+    assert backend.choose_attention_backend([make_spec()], "coarse", 512)[0].name == "coarse"
+    with pytest.raises(InvalidArgumentError, match="coarse: takes blocks of a multiple of 256 tokens, and block_size is 16"):
+        backend.choose_attention_backend([make_spec()], "coarse", 16)

@@ -1,0 +1,213 @@
+"""FlashAttention 2, 3 and 4 (Dao, 2023; Shah et al., 2024): varlen kernels that read keys and values from blocks, on CUDA.
+
+Each library has its own way to say the same thing; what they have in common is here in the class they share. Prefill and decode
+rows go in one call. Layers with sinks, or that attend in chunks, these kernels don't know: the next backend takes such a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+
+DEVICES: tuple[str, ...] = ("cuda",)
+DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+_MAX_HEAD_SIZE = 256
+
+
+def why_not_flash(spec: LayerSpec) -> str | None:
+    """What all kernels of this family refuse."""
+    if spec.device.type not in DEVICES:
+        return f"runs on {' or '.join(DEVICES)}, not on {spec.device.type}"
+    if spec.dtype not in DTYPES:
+        return f"takes float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+    if spec.head_size != spec.value_head_size:
+        return "takes keys and values of one head size"
+    if spec.head_size > _MAX_HEAD_SIZE or spec.head_size % 8:
+        return f"takes head sizes that are multiples of 8, at most {_MAX_HEAD_SIZE}"
+    if spec.num_heads % spec.num_kv_heads:
+        return "takes a whole number of query heads for each key head"
+    if spec.has_sinks:
+        return "knows no sinks"
+    if spec.chunk is not None:
+        return "knows no chunks"
+    return None
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def installed(distribution: str) -> bool:
+    """Whether a package is installed. FlashAttention 4 puts modules into the namespace of FlashAttention 2, so that a module of
+    that name proves nothing."""
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class FlashPlan:
+    """What the layers of a step share."""
+
+    cu_seqlens_k: torch.Tensor  # [N + 1] int32
+
+
+class _Flash:
+    """One library. `_attend` is its call."""
+
+    name: str
+
+    def why_not(self, spec: LayerSpec) -> str | None:
+        """Refuses what the kernel does, and machines without it."""
+        return why_not_flash(spec) or self._why_not_here(spec.device)
+
+    def _why_not_here(self, device: torch.device) -> str | None:
+        raise NotImplementedError
+
+    def plan(self, step: AttentionStep, spec: LayerSpec) -> FlashPlan:
+        """Where each row's keys would begin if they were packed; needed even when they lie in blocks."""
+        return FlashPlan(functional.pad(step.seq_lens_k.cumsum(0, dtype=torch.int32), (1, 0)))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: LayerKV,
+        spec: LayerSpec,
+        step: AttentionStep,
+        plan: object,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionBackend.attend. The kernel computes in the layer's dtype, and sums in float32."""
+        assert isinstance(plan, FlashPlan)
+        write(kv, step, k, v)
+        return self._attend(_with_dense_heads(q), kv, spec, step, plan)
+
+    def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def write(kv: LayerKV, step: AttentionStep, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Put the step's keys and values into their slots."""
+    kv.k.flatten(0, 1).index_copy_(0, step.slot_mapping, k)
+    kv.v.flatten(0, 1).index_copy_(0, step.slot_mapping, v)
+
+
+def _with_dense_heads(q: torch.Tensor) -> torch.Tensor:
+    """The kernels take any strides but the last."""
+    return q if q.stride(-1) == 1 else q.contiguous()
+
+
+class FlashAttention2(_Flash):
+    """The package flash-attn 2: Ampere and later. Its blocks hold multiples of 256 tokens."""
+
+    name = "flash_attn_2"
+    block_multiple = block_size = 256
+
+    def _why_not_here(self, device: torch.device) -> str | None:
+        if not installed("flash-attn"):
+            return "flash-attn is not installed"
+        if capability(device) < (8, 0):
+            return "takes a GPU of compute capability 8.0 or later"
+        return None
+
+    def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
+        out: torch.Tensor = _function("flash_attn", "flash_attn_varlen_func")(
+            q,
+            kv.k,
+            kv.v,
+            cu_seqlens_q=step.cu_seqlens_q,
+            cu_seqlens_k=plan.cu_seqlens_k,
+            max_seqlen_q=step.max_seqlen_q,
+            max_seqlen_k=step.max_seqlen_k,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
+            softcap=spec.softcap or 0.0,
+            block_table=step.block_table,
+        )
+        return out
+
+
+class FlashAttention3(_Flash):
+    """The module flash_attn_interface: Hopper. Its varlen function has no block table; that for a cache does."""
+
+    name = "flash_attn_3"
+    block_size = 64  # its tiles' keys divide by this, so that they are copied whole
+
+    def _why_not_here(self, device: torch.device) -> str | None:
+        if importlib.util.find_spec("flash_attn_interface") is None:
+            return "flash_attn_interface is not installed"
+        if capability(device)[0] != 9:
+            return "takes a GPU of compute capability 9"
+        return None
+
+    def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
+        out: torch.Tensor = _function("flash_attn_interface", "flash_attn_with_kvcache")(
+            q,
+            kv.k,
+            kv.v,
+            cache_seqlens=step.seq_lens_k,
+            page_table=step.block_table,
+            cu_seqlens_q=step.cu_seqlens_q,
+            max_seqlen_q=step.max_seqlen_q,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
+            softcap=spec.softcap or 0.0,
+        )
+        return out
+
+
+class FlashAttention4(_Flash):
+    """The package flash-attn-4: Hopper and Blackwell. Everything by keyword: its fourth positional argument is another one."""
+
+    name = "flash_attn_4"
+    block_size = 128  # the fastest
+
+    def _why_not_here(self, device: torch.device) -> str | None:
+        if not installed("flash-attn-4"):
+            return "flash-attn-4 is not installed"
+        if capability(device)[0] not in (9, 10, 11):
+            return "takes blocks on GPUs of compute capability 9, 10 or 11"
+        return None
+
+    def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
+        out: torch.Tensor
+        out, _ = _function("flash_attn.cute", "flash_attn_varlen_func")(
+            q=q,
+            k=kv.k,
+            v=kv.v,
+            cu_seqlens_q=step.cu_seqlens_q,
+            max_seqlen_q=step.max_seqlen_q,
+            seqused_k=step.seq_lens_k,
+            max_seqlen_k=step.max_seqlen_k,
+            page_table=step.block_table,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=(None, None) if spec.window is None else (spec.window - 1, 0),
+            softcap=spec.softcap or 0.0,
+        )
+        return out
+
+
+@functools.cache
+def _function(module: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function

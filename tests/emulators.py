@@ -1,0 +1,310 @@
+"""Strict emulators of flash-attn 2, 3 and 4 and of torch's varlen attention: the same names, signatures, defaults and refusals,
+computed in torch on a CPU.
+
+What a real library would refuse, or compute wrongly without a word, raises here. Only the device, and float32 where a test
+allows it, are taken as they come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_cb.attention import flash, varlen
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class RefusedError(AssertionError):
+    """The real library would not take this call."""
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise RefusedError(message)
+
+
+@dataclass
+class Library:
+    """What was installed, and the calls that it got."""
+
+    dtypes: tuple[torch.dtype, ...] = HALF
+    calls: list[str] = field(default_factory=list)
+
+    # -- flash_attn ---------------------------------------------------------------------------------------------------------
+
+    def fa2_varlen(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.calls.append("flash_attn_2")
+        self._check_heads(q, k, v)
+        _require(isinstance(window_size, tuple) and all(isinstance(w, int) for w in window_size), "window_size: two ints")
+        _require(k.dim() == 4 or block_table is None, "a block table goes with k [num_blocks, block_size, Hkv, D]")
+        lens_q = _lens(cu_seqlens_q, len(q), "cu_seqlens_q")
+        lens_k = _lens(cu_seqlens_k, None if block_table is not None else len(k), "cu_seqlens_k")
+        _require(len(lens_q) == len(lens_k), "cu_seqlens_q and cu_seqlens_k are of one length")
+        _check_max("max_seqlen_q", max_seqlen_q, lens_q)
+        _check_max("max_seqlen_k", max_seqlen_k, lens_k)
+        if block_table is not None:
+            _require(k.shape[1] % 256 == 0, f"block size {k.shape[1]}: must be divisible by 256")
+            _check_table(block_table, lens_k, k)
+        if max_seqlen_q == 1:
+            _require(all(n == 1 for n in lens_q), "with one query at the most, every sequence must have exactly one")
+            causal = False
+        left, right = window_size
+        right = 0 if causal else right
+        keys, values = _packed(k, v, lens_k, block_table)
+        return _attend(q, keys, values, lens_q, lens_k, softmax_scale, left, right, softcap)
+
+    # -- flash_attn_interface -------------------------------------------------------------------------------------------------
+
+    def fa3_with_kvcache(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        qv: torch.Tensor | None = None,
+        rotary_cos: torch.Tensor | None = None,
+        rotary_sin: torch.Tensor | None = None,
+        cache_seqlens: torch.Tensor | None = None,
+        cache_batch_idx: torch.Tensor | None = None,
+        cache_leftpad: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k_new: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        num_splits: int = 0,
+    ) -> torch.Tensor:
+        self.calls.append("flash_attn_3")
+        self._check_heads(q, k_cache, v_cache)
+        _require(
+            page_table is not None and cache_seqlens is not None, "packed queries over blocks: page_table and cache_seqlens"
+        )
+        _require(cu_seqlens_q is not None and max_seqlen_q is not None, "packed queries: cu_seqlens_q and max_seqlen_q")
+        assert page_table is not None
+        assert cu_seqlens_q is not None
+        lens_q, lens_k = _lens(cu_seqlens_q, len(q), "cu_seqlens_q"), _used(cache_seqlens, "cache_seqlens")
+        _require(len(lens_q) == len(lens_k), "a length of the cache for each sequence")
+        _check_max("max_seqlen_q", max_seqlen_q, lens_q)
+        _check_table(page_table, lens_k, k_cache)
+        left, right = window_size
+        keys, values = _packed(k_cache, v_cache, lens_k, page_table)
+        return _attend(q, keys, values, lens_q, lens_k, softmax_scale, left, 0 if causal else right, softcap)
+
+    # -- flash_attn.cute ------------------------------------------------------------------------------------------------------
+
+    def fa4_varlen(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        qv: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        seqused_q: torch.Tensor | None = None,
+        seqused_k: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int | None, int | None] = (None, None),
+        softcap: float = 0.0,
+    ) -> tuple[torch.Tensor, None]:
+        self.calls.append("flash_attn_4")
+        _require(qv is None, "the fourth argument is qv: give the others by keyword")
+        self._check_heads(q, k, v)
+        _require(cu_seqlens_q is not None, "packed queries: cu_seqlens_q")
+        assert cu_seqlens_q is not None
+        _require(page_table is not None and seqused_k is not None, "a page_table needs seqused_k")
+        _require(cu_seqlens_k is None, "a page_table refuses cu_seqlens_k")
+        _require(all(w is None or w >= 0 for w in window_size), "no window is None, not -1")
+        assert page_table is not None
+        lens_q, lens_k = _lens(cu_seqlens_q, len(q), "cu_seqlens_q"), _used(seqused_k, "seqused_k")
+        _check_max("max_seqlen_q", max_seqlen_q, lens_q)
+        _check_max("max_seqlen_k", max_seqlen_k, lens_k)
+        _check_table(page_table, lens_k, k)
+        left = -1 if window_size[0] is None else window_size[0]
+        right = 0 if causal else -1 if window_size[1] is None else window_size[1]
+        keys, values = _packed(k, v, lens_k, page_table)
+        return _attend(q, keys, values, lens_q, lens_k, softmax_scale, left, right, softcap), None
+
+    # -- torch.nn.attention.varlen --------------------------------------------------------------------------------------------
+
+    def varlen_attn(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+        seqused_k: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
+        num_splits: int | None = None,
+    ) -> torch.Tensor:
+        self.calls.append("torch_varlen")
+        self._check_heads(query, key, value)
+        _require(block_table is None, "the built-in kernel reads no blocks")
+        _require(enable_gqa or query.shape[1] == key.shape[1], "fewer key heads need enable_gqa")
+        _require(query.is_contiguous() and key.is_contiguous() and value.is_contiguous(), "takes contiguous tensors")
+        assert cu_seq_k is not None
+        lens_q, lens_k = _lens(cu_seq_q, len(query), "cu_seq_q"), _lens(cu_seq_k, len(key), "cu_seq_k")
+        _check_max("max_q", max_q, lens_q)
+        _check_max("max_k", max_k, lens_k)
+        return _attend(query, key, value, lens_q, lens_k, scale, *window_size, 0.0)
+
+    def _check_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        _require(q.dtype in self.dtypes and q.dtype == k.dtype == v.dtype, f"dtype: fp16 or bf16, one for all; got {q.dtype}")
+        _require(q.dim() == 3, "q: [Tq, H, D]")
+        _require(k.shape == v.shape, "k and v: one shape")
+        _require(all(t.stride(-1) == 1 for t in (q, k, v)), "the last dimension must be contiguous")
+        _require(0 not in (*q.shape, *k.shape), "nothing may be of size 0")
+        size = q.shape[-1]
+        _require(size == k.shape[-1] and size <= 256 and size % 8 == 0, f"head size {size}: at most 256, a multiple of 8")
+        _require(q.shape[1] % k.shape[-2] == 0, "the number of key heads must divide that of query heads")
+
+
+def _int32(tensor: torch.Tensor | None, name: str) -> list[Any]:
+    assert tensor is not None
+    _require(tensor.dtype == torch.int32, f"{name}: must be int32")
+    _require(tensor.is_contiguous(), f"{name}: must be contiguous")
+    return list(tensor.tolist())
+
+
+def _lens(cu_seqlens: torch.Tensor, total: int | None, name: str) -> list[int]:
+    bounds = _int32(cu_seqlens, name)
+    lens = [b - a for a, b in itertools.pairwise(bounds)]
+    _require(lens, f"{name}: at least one sequence")
+    _require(bounds[0] == 0 and min(lens) > 0, f"{name}: from 0 upwards, no sequence without a token")
+    _require(total is None or bounds[-1] == total, f"{name}: ends at {bounds[-1]}, and there are {total} tokens")
+    return lens
+
+
+def _used(lens: torch.Tensor | None, name: str) -> list[int]:
+    found = _int32(lens, name)
+    _require(found and min(found) > 0, f"{name}: at least one sequence of at least one key")
+    return found
+
+
+def _check_max(name: str, value: object, lens: list[int]) -> None:
+    _require(type(value) is int, f"{name}: a Python int")
+    _require(value >= max(lens), f"{name}: {value}, and there is a sequence of {max(lens)}")  # type: ignore[operator]
+
+
+def _check_table(table: torch.Tensor, lens: list[int], blocks: torch.Tensor) -> None:
+    rows = _int32(table, "block_table")
+    _require(len(rows) == len(lens), "block_table: a row for each sequence")
+    _require(len(rows[0]) * blocks.shape[1] >= max(lens), "block_table: too short for the longest sequence")
+    ids = [block for row in rows for block in row]
+    _require(min(ids) >= 0 and max(ids) < len(blocks), "block_table: every entry must be a block, those that are not used too")
+
+
+def _packed(k: torch.Tensor, v: torch.Tensor, lens: list[int], table: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if table is None:
+        return k, v
+    size = k.shape[1]
+    slots = [int(row[i // size]) * size + i % size for row, n in zip(table, lens, strict=True) for i in range(n)]
+    return k.flatten(0, 1)[slots], v.flatten(0, 1)[slots]
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lens_q: list[int],
+    lens_k: list[int],
+    scale: float | None,
+    left: int,
+    right: int,
+    softcap: float,
+) -> torch.Tensor:
+    """Aligned bottom-right: query i of n sees keys i + m - n - left to i + m - n + right; -1: no limit. No key: 0."""
+    out = torch.empty_like(q)
+    scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+    at, key_at = 0, 0
+    for n, m in zip(lens_q, lens_k, strict=True):
+        keys, values = (t[key_at : key_at + m].float().repeat_interleave(group, dim=1) for t in (k, v))
+        scores = torch.einsum("nhd,mhd->hnm", q[at : at + n].float(), keys) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        place, key = torch.arange(n)[:, None] + m - n, torch.arange(m)
+        hidden = torch.zeros(n, m, dtype=torch.bool)
+        if left >= 0:
+            hidden |= key < place - left
+        if right >= 0:
+            hidden |= key > place + right
+        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+        seen = values.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what nobody sees may be anything
+        out[at : at + n] = torch.einsum("hnm,mhd->nhd", probs, seen).to(q.dtype)
+        at, key_at = at + n, key_at + m
+    return out
+
+
+@contextlib.contextmanager
+def installed(name: str, dtypes: tuple[torch.dtype, ...] = HALF) -> Iterator[Library]:
+    """Inside, the backend `name` finds its library, on the CPU."""
+    library, patch = Library(dtypes), pytest.MonkeyPatch()
+
+    def module(path: str, **members: object) -> None:
+        made = ModuleType(path)
+        made.__dict__.update(members)
+        made.__spec__ = SimpleNamespace(name=path)  # type: ignore[assignment]
+        patch.setitem(sys.modules, path, made)
+
+    cute = {"flash_attn_varlen_func": library.fa4_varlen}
+    module("flash_attn", flash_attn_varlen_func=library.fa2_varlen)
+    module("flash_attn.cute", **cute)
+    if name == "flash_attn_3":
+        module("flash_attn_interface", flash_attn_with_kvcache=library.fa3_with_kvcache)
+    distributions = {"flash_attn_2": "flash-attn", "flash_attn_4": "flash-attn-4"}
+    patch.setattr(flash, "installed", lambda distribution: distribution == distributions.get(name))
+    for where in (flash, varlen):
+        patch.setattr(where, "capability", lambda _: (9, 0))
+    patch.setattr(varlen, "_varlen_attn", lambda: library.varlen_attn)
+    patch.setattr(flash, "DEVICES", ("cpu",))
+    patch.setattr(flash, "DTYPES", dtypes)
+    flash._function.cache_clear()
+    varlen._arguments.cache_clear()
+    try:
+        yield library
+    finally:
+        patch.undo()
+        flash._function.cache_clear()
+        varlen._arguments.cache_clear()

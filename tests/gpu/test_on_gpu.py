@@ -1,0 +1,84 @@
+"""On a real GPU: the kernels against the oracle, and the engine against plain `generate()`. Without one, nothing here runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import models
+import pytest
+import torch
+
+import hf_cb
+from hf_cb.attention.backend import attention_backend_names, block_multiple, load_attention_backend
+from hf_cb.attention.reference import ReferenceBackend
+from hf_cb.attention.step import LayerKV, LayerSpec
+from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.runtime.input_batch import build_input_batch
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use"),
+    pytest.mark.timeout(300),
+]
+
+CUDA = torch.device("cuda")
+SPEC = LayerSpec(8, 2, 64, 64, torch.bfloat16, CUDA, 0.125)
+SPECS = {
+    "plain": SPEC,
+    "window": dataclasses.replace(SPEC, window=100),
+    "softcap": dataclasses.replace(SPEC, softcap=20.0),
+    "one key head each": dataclasses.replace(SPEC, num_kv_heads=8),
+    "head size 128": dataclasses.replace(SPEC, head_size=128, value_head_size=128),
+    "float32": dataclasses.replace(SPEC, dtype=torch.float32),
+    "sinks": dataclasses.replace(SPEC, has_sinks=True),
+}
+ROWS = ((1, 700), (300, 0), (1, 3), (77, 130), (1, 255), (1, 256), (1, 0))  # (tokens of the step, tokens before)
+
+
+@pytest.mark.parametrize("name", attention_backend_names())
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("rows", [ROWS, tuple(row for row in ROWS if row[0] == 1)], ids=["mixed", "decode"])
+def test_kernel(name: str, spec: LayerSpec, rows: tuple[tuple[int, int], ...]) -> None:
+    backend = load_attention_backend(name)
+    if (reason := backend.why_not(spec)) is not None:
+        pytest.skip(reason)
+    generator, size = torch.Generator().manual_seed(0), max(16, block_multiple(backend))
+    counts = [-(-(new + before) // size) for new, before in rows]
+    deck = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+    tables = [tuple(deck.pop() for _ in range(count)) for count in counts]
+    scheduled = tuple(ScheduledRow(i, before, (0,) * new, tables[i], True) for i, (new, before) in enumerate(rows))
+    step = build_input_batch(SchedulerOutput(scheduled, sum(n for n, _ in rows)), size, CUDA).steps[0]
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(CUDA, spec.dtype)
+
+    kv = LayerKV(*(torch.full((sum(counts) + 3, size, spec.num_kv_heads, spec.head_size), torch.nan) for _ in "kv"))
+    kv = LayerKV(*(part.to(CUDA, spec.dtype) for part in kv))
+    for (_, before), table in zip(rows, tables, strict=True):
+        slots = [table[p // size] * size + p % size for p in range(before)]
+        for part in kv:
+            part.flatten(0, 1)[slots] = randn(before, spec.num_kv_heads, spec.head_size)
+    total = sum(n for n, _ in rows)
+    q, k, v = (randn(total, heads, spec.head_size) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+    sinks = randn(spec.num_heads) if spec.has_sinks else None
+
+    def attend(by: Any) -> torch.Tensor:
+        own = LayerKV(kv.k.clone(), kv.v.clone())
+        return by.attend(q, k, v, own, spec, step, by.plan(step, spec), sinks).float()  # type: ignore[no-any-return]
+
+    tolerance = 2e-5 if spec.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(attend(backend), attend(ReferenceBackend()), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2_moe", "gpt2"])
+@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 16}], ids=["whole", "token budget 16"])
+def test_same_tokens_in_float32(name: str, options: dict[str, Any]) -> None:
+    model = models.tiny(name).to(CUDA)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, models.VOCAB, (n,), generator=generator) for n in (3, 30, 11, 70)]
+    want = [type(model).generate(model, p[None].to(CUDA), max_new_tokens=16)[0, len(p) :].tolist() for p in prompts]
+    beams = type(model).generate(model, prompts[1][None].to(CUDA), max_new_tokens=8, num_beams=3)
+    with hf_cb.continuous_batching(model, **options) as engine:
+        assert [list(result.tokens) for result in engine.generate_batch(prompts, max_new_tokens=16)] == want
+        assert torch.equal(model.generate(prompts[1][None].to(CUDA), max_new_tokens=8, num_beams=3), beams)
+        assert engine.stats().native_calls == {}
