@@ -1,0 +1,67 @@
+"""The command `hf-cb`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it. Returns the exit status: 0, or 1 if something is not well."""
+    parser = argparse.ArgumentParser(prog="hf-cb", description="Continuous batching for Hugging Face models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    doctor = commands.add_parser(
+        "doctor",
+        help="look whether hf_cb works on this machine, and how well",
+        description="Print the environment, the attention that is chosen and why, whether it is right, and how fast it is.",
+        epilog="Example: hf-cb doctor --device cuda --json report.json",
+    )
+    doctor.add_argument("--device", help="such as cpu, cuda, cuda:1; default: the GPU if there is one")
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
+    doctor.set_defaults(run=_doctor)
+    args = parser.parse_args(argv)
+    status: int = args.run(args)
+    return status
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    import torch
+
+    from hf_cb.doctor import Report, examine
+
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        print(f"hf-cb: --device: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    report: Report = examine(device, lambda part: print(f"... {part}", file=sys.stderr))
+    print("\n".join(_lines(report)))
+    if args.json:
+        args.json.write_text(json.dumps({**dataclasses.asdict(report), "is_well": report.is_well}, indent=1) + "\n")
+    return 0 if report.is_well else 1
+
+
+def _lines(report: Any) -> list[str]:
+    lines = [f"{name:<16}{value or 'not installed'}" for name, value in report.environment.items()]
+    for dtype, backends in report.backends.items():
+        lines += ["", f"attention in {dtype}", *(f"  {name:<16}{state}" for name, state in backends.items())]
+    lines += ["", *(f"{'ok' if problem is None else 'WRONG':<7}{name}" for name, problem in report.checks.items())]
+    lines += [f"       {name}: {problem}" for name, problem in report.checks.items() if problem]
+    if report.speed:
+        speed = report.speed
+        lines.append(
+            f"\n16 rows of a model of 0.1 billion bfloat16 weights: {speed['step_ms']:.0f} ms a step, "
+            f"{speed['tokens_per_second']:.0f} tokens/s; {speed['share_of_bandwidth']:.0%} of the "
+            f"{speed['memory_gb_per_second']:.0f} GB/s that this device reads"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
