@@ -64,6 +64,10 @@ class BlockPool:
         """How many block tables hold `block`."""
         return self._blocks[block].ref_count
 
+    def shared(self, blocks: Sequence[int]) -> list[int]:
+        """Those of `blocks` that several block tables hold."""
+        return [block for block in blocks if self._blocks[block].ref_count > 1]
+
     def allocate(self, n: int) -> tuple[int, ...] | None:
         """Ids of `n` blocks, each now held once; None, and nothing changed, if there are not so many now.
 

@@ -3,24 +3,18 @@
 Full blocks are published under a chained hash of all tokens up to their end, after the step that wrote them succeeded. A
 sequence that is admitted takes the published blocks that it begins with as its own, all but the one with its last token, whose
 logits it needs. (The prefix cache of vLLM, Kwon et al., SOSP 2023, section 4.4.)
-
-Layers that look back only so far need a sequence's latest blocks alone. So layers are in groups of equal reach, each group has
-blocks of its own in the same pool, and gives back those that no later token can see. A block table holds, for each stretch of
-`block_size` tokens, a block of each group in turn: the block of group g for position p stands at p // block_size * groups + g.
-The id `gone`, one beyond the pool's, stands for what was given back: a block of zeros.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from hf_cb.core.block_pool import BlockPool
+from hf_cb.core.block_tables import BlockTables
 from hf_cb.core.prefix import BlockName, PrefixNames
 from hf_cb.core.reach import ALL, Reach
 from hf_cb.core.sequence import Sequence
@@ -56,39 +50,16 @@ class KVManager:
         self._pool = pool
         self._block_size = block_size
         self._shares = shares
-        self._groups = len(reaches)
-        self._gone = pool.num_blocks
-        self._reaches = tuple(reaches)
-        self._short = [(g, reach) for g, reach in enumerate(reaches) if reach.span is not None]
-        # Of each group: the most blocks that a sequence holds. Two more than tokens fill: they begin and end within one.
-        spans = [reach.span for reach in reaches]
-        self._most = [None if span is None else -(-(span + max_step_tokens) // block_size) + 2 for span in spans]
+        self._tables = BlockTables(pool.num_blocks, block_size, reaches, max_step_tokens)
         self._host = BlockPool(num_host_blocks) if num_host_blocks else None
         self._moved: set[Sequence] = set()  # those that wait in host blocks
         self._holders: set[Sequence] = set()
         self._coming: dict[bytes, Sequence] = {}  # key of a block -> the running sequence that is to publish it
 
     @property
-    def num_slots(self) -> int:
-        """Tokens that one sequence can have in the whole pool."""
-        if None not in self._most and self._in_groups(sys.maxsize) <= self.num_blocks:
-            return sys.maxsize  # it never holds more
-        stretches = range(self.num_blocks + 1)
-        return (bisect.bisect_right(stretches, self.num_blocks, key=self._in_groups) - 1) * self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in all."""
-        return self._pool.num_blocks
-
-    @property
-    def num_groups(self) -> int:
-        """Blocks that a stretch of `block_size` tokens takes."""
-        return self._groups
-
-    def _in_groups(self, stretches: int) -> int:
-        """Blocks that a sequence of so many stretches holds at the most."""
-        return sum(stretches if most is None else min(most, stretches) for most in self._most)
+    def tables(self) -> BlockTables:
+        """The form of the block tables."""
+        return self._tables
 
     @property
     def blocks_used(self) -> int:
@@ -98,7 +69,7 @@ class KVManager:
     @property
     def tokens_stored(self) -> int:
         """Tokens whose keys and values are in those blocks, counted once for each group."""
-        size, groups = self._block_size, self._groups
+        size, groups = self._block_size, self._tables.num_groups
         # By the last block: the only one that can be both shared and not full.
         unused = {
             seq.block_table[-1]: len(seq.block_table) // groups * size - seq.num_computed_tokens
@@ -110,24 +81,18 @@ class KVManager:
     def can_reserve(self, seq: Sequence, num_tokens: int, start: Start | None = None, headroom: int = 0) -> bool:
         """Whether `reserve` would succeed now, after `adopt(seq, start)`, and leave `headroom` blocks."""
         blocks, num_held = ((), 0) if start is None else start
-        kept = sum(self._pool.ref_count(block) == 0 for block in self._held(blocks))
-        copied = self._groups if num_held % self._block_size else 0
-        missing = self._num_missing(seq, num_tokens) - len(blocks) // self._groups
-        return self._in_groups(missing) + kept + copied + headroom <= self._pool.num_reusable
-
-    def num_needed(self, prompt: int, slots: int, width: int) -> int:
-        """Blocks for `width` sequences of `slots` tokens each that begin with the same `prompt` tokens, and share no others."""
-        shared, own = prompt // self._block_size, -(-slots // self._block_size)
-        needed = shared + width * (own - shared)
-        return sum(needed if most is None else min(needed, width * most) for most in self._most)
+        kept = sum(self._pool.ref_count(block) == 0 for block in self._tables.held(blocks))
+        copied = self._tables.num_groups if num_held % self._block_size else 0
+        missing = self._num_missing(seq, num_tokens) - len(blocks) // self._tables.num_groups
+        return self._tables.num_blocks_for(missing) + kept + copied + headroom <= self._pool.num_reusable
 
     def num_for_beams(self, trunk: Sequence) -> int:
         """Blocks that the beams of a trunk take beyond its own, to compute the tokens that they have or are about to get."""
         if trunk.request.search is None:
             return 0
         slots = min(trunk.num_tokens + max(map(len, trunk.tails), default=1), trunk.request.max_tokens - 1)
-        needed = self.num_needed(trunk.num_tokens, slots, trunk.request.width)
-        return needed - self._in_groups(-(-trunk.num_tokens // self._block_size))
+        needed = self._tables.num_needed(trunk.num_tokens, slots, trunk.request.width)
+        return needed - self._tables.num_blocks_for(self._tables.stretches(trunk.num_tokens))
 
     def find_start(self, seq: Sequence, sibling: Sequence | None) -> Start | None:
         """What `seq`, which holds nothing, can begin with: published blocks, or those of `sibling`, a running sequence with the
@@ -143,7 +108,7 @@ class KVManager:
             return None
         if shared <= found.num_tokens:
             return found
-        blocks = self._seen_from(shared, sibling.block_table[: -(-shared // self._block_size) * self._groups])
+        blocks = self._tables.seen_from(shared, self._tables.upto(sibling.block_table, shared))
         return found if blocks is None else Start(blocks, shared)
 
     def match_prefix(self, seq: Sequence) -> Start | None:
@@ -157,51 +122,33 @@ class KVManager:
         usable = (seq.num_tokens - 1) // self._block_size
         names = self._names(seq, usable)[:usable]
         table: list[int] = []  # `gone` where a group that looks back only so far has no block
-        best, last_gone = 0, [-1] * self._groups
+        best, last_gone = 0, [-1] * self._tables.num_groups
         for i, name in enumerate(names):
-            blocks = [self._lookup(g, name) for g in range(self._groups)]
+            blocks = [self._lookup(g, name) for g in range(self._tables.num_groups)]
             table += blocks
-            last_gone = [i if block == self._gone else last for block, last in zip(blocks, last_gone, strict=True)]
+            last_gone = [i if block == self._tables.gone else last for block, last in zip(blocks, last_gone, strict=True)]
             position = (i + 1) * self._block_size
-            seen = [reach.first(position) // self._block_size for reach in self._reaches]
+            seen = [reach.first(position) // self._block_size for reach in self._tables.reaches]
             if all(last < first for last, first in zip(last_gone, seen, strict=True)):
                 best = i + 1
-            elif any(reach.span is None and last >= 0 for last, reach in zip(last_gone, self._reaches, strict=True)):
+            elif any(reach.span is None and last >= 0 for last, reach in zip(last_gone, self._tables.reaches, strict=True)):
                 break
         if best < usable and names[best].key in self._coming:
             return None
-        found = self._seen_from(best * self._block_size, tuple(table[: best * self._groups]))
+        found = self._tables.seen_from(best * self._block_size, tuple(table[: best * self._tables.num_groups]))
         assert found is not None  # that is what `best` says
         return Start(found, best * self._block_size)
 
     def _lookup(self, group: int, name: BlockName) -> int:
         block = self._pool.lookup(self._key(group, name), name)
-        return self._gone if block is None else block
+        return self._tables.gone if block is None else block
 
     def _key(self, group: int, name: BlockName) -> bytes | tuple[int, bytes]:
-        return name.key if self._groups == 1 else (group, name.key)
-
-    def _seen_from(self, position: int, table: tuple[int, ...]) -> tuple[int, ...] | None:
-        """A block table without what no token from `position` on can see. None: something that one can see is gone from it."""
-        if not self._short:
-            return table
-        seen = list(table)
-        for g, reach in self._short:
-            first = reach.first(position) // self._block_size
-            own = seen[g :: self._groups]
-            own[:first] = [self._gone] * min(first, len(own))
-            if self._gone in own[first:]:
-                return None
-            seen[g :: self._groups] = own
-        return tuple(seen)
-
-    def _held(self, table: Items[int]) -> Items[int]:
-        """The blocks of a table that are there."""
-        return [block for block in table if block != self._gone] if self._short else table
+        return name.key if self._tables.num_groups == 1 else (group, name.key)
 
     def adopt(self, seq: Sequence, start: Start) -> None:
         """Let `seq`, which is being admitted, begin with what `find_start` has just found."""
-        self._pool.incref(self._held(start.blocks))
+        self._pool.incref(self._tables.held(start.blocks))
         seq.num_published = start.num_tokens // self._block_size if self._shares else 0
         self._hold(seq, *start)
 
@@ -212,8 +159,8 @@ class KVManager:
         """
         for parent, seq in branches:
             seq.num_computed_tokens = parent.num_computed_tokens
-            seq.block_table = parent.block_table[: -(-seq.num_computed_tokens // self._block_size) * self._groups]
-            self._pool.incref(self._held(seq.block_table))
+            seq.block_table = self._tables.upto(parent.block_table, seq.num_computed_tokens)
+            self._pool.incref(self._tables.held(seq.block_table))
             seq.num_shed = parent.num_shed
             seq.num_published = parent.num_published
             self._holders.add(seq)
@@ -222,7 +169,7 @@ class KVManager:
 
     def num_host_blocks_for(self, seq: Sequence) -> int | None:
         """How many host blocks `move_out` takes; None: there are not so many now."""
-        needed = len(self._held(self._computed(seq)))
+        needed = len(self._tables.held(self._tables.upto(seq.block_table, seq.num_computed_tokens)))
         return needed if self._host is not None and 0 < needed <= self._host.num_reusable else None
 
     def move_out(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
@@ -231,10 +178,10 @@ class KVManager:
         host = None if self._host is None or num_blocks is None else self._host.allocate(num_blocks)
         if host is None:
             raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the host's memory")
-        table = self._computed(seq)
-        pairs = tuple(zip(self._held(table), host, strict=True))
+        table = self._tables.upto(seq.block_table, seq.num_computed_tokens)
+        pairs = tuple(zip(self._tables.held(table), host, strict=True))
         places = iter(host)
-        kept = tuple(None if block == self._gone else next(places) for block in table)
+        kept = tuple(None if block == self._tables.gone else next(places) for block in table)
         num_tokens, is_out_of_date = seq.num_computed_tokens, seq.num_published is None
         self.release(seq)
         seq.host_blocks, seq.num_swapped_tokens = kept, num_tokens
@@ -249,15 +196,11 @@ class KVManager:
         if blocks is None:
             raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the KV cache")
         places = iter(blocks)
-        table = tuple(self._gone if host is None else next(places) for host in seq.host_blocks)
+        table = tuple(self._tables.gone if host is None else next(places) for host in seq.host_blocks)
         num_tokens = seq.num_swapped_tokens
         self._leave_host(seq)
         self._hold(seq, table, num_tokens)
         return tuple(zip(kept, blocks, strict=True))
-
-    def _computed(self, seq: Sequence) -> tuple[int, ...]:
-        """The part of `seq`'s block table with what it has computed."""
-        return seq.block_table[: -(-seq.num_computed_tokens // self._block_size) * self._groups]
 
     def publish(self, seq: Sequence) -> None:
         """Let others find the blocks that `seq` has filled by now."""
@@ -266,27 +209,27 @@ class KVManager:
             return
         for i in range(seq.num_published, full):
             name = self._names(seq, full)[i]
-            for g, block in enumerate(seq.block_table[i * self._groups : (i + 1) * self._groups]):
-                if block != self._gone:
+            for g, block in enumerate(seq.block_table[i * self._tables.num_groups : (i + 1) * self._tables.num_groups]):
+                if block != self._tables.gone:
                     self._pool.publish(block, self._key(g, name), name)
             self._no_longer_coming(seq, name)
         seq.num_published = full
 
     def shed(self, seq: Sequence) -> None:
         """Give back those of `seq`'s blocks that no later token can see. They may still be found by others."""
-        if not self._short:
+        if not self._tables.short:
             return
         table: list[int] | None = None
-        num_shed = []
-        for place, (g, reach) in enumerate(self._short):
+        num_shed, groups = [], self._tables.num_groups
+        for place, (g, reach) in enumerate(self._tables.short):
             before = seq.num_shed[place] if seq.num_shed else 0
-            first = min(reach.first(seq.num_computed_tokens) // self._block_size, len(seq.block_table) // self._groups)
+            first = min(reach.first(seq.num_computed_tokens) // self._block_size, len(seq.block_table) // groups)
             num_shed.append(max(before, first))
             if first > before:
                 table = list(seq.block_table) if table is None else table
-                places = slice(before * self._groups + g, first * self._groups, self._groups)
-                self._pool.release(self._held(table[places]))
-                table[places] = [self._gone] * (first - before)
+                places = slice(before * groups + g, first * groups, groups)
+                self._pool.release(self._tables.held(table[places]))
+                table[places] = [self._tables.gone] * (first - before)
         if table is not None:
             seq.block_table, seq.num_shed = tuple(table), tuple(num_shed)
 
@@ -303,24 +246,22 @@ class KVManager:
         Returns the blocks to copy before that, (block, its copy) each: others hold what it would write to (copy-on-write).
         None, nothing changed: not now. Raises RequestTooLongError if the whole pool would not do.
         """
-        missing = max(0, self._num_missing(seq, num_tokens)) * self._groups
-        first = seq.num_computed_tokens // self._block_size * self._groups
-        written = seq.block_table[first : first + self._groups]
-        copied = [block for block in written if self._pool.ref_count(block) > 1]
+        groups = self._tables.num_groups
+        missing = max(0, self._num_missing(seq, num_tokens)) * groups
+        first = seq.num_computed_tokens // self._block_size * groups
+        written = seq.block_table[first : first + groups]
+        copied = self._pool.shared(written)
         if not missing and not copied:
             return ()
-        if num_tokens > self.num_slots:
-            raise RequestTooLongError(f"num_tokens: {num_tokens} do not fit the KV cache, which holds {self.num_slots}")
+        if num_tokens > (most := self._tables.num_slots):
+            raise RequestTooLongError(f"num_tokens: {num_tokens} do not fit the KV cache, which holds {most}")
         blocks = self._pool.allocate(missing + len(copied))
         if blocks is None:
             return None
         self._holders.add(seq)
-        if not copied:
-            seq.block_table += blocks
-            return ()
         copies = dict(zip(copied, blocks, strict=False))
-        table = [copies.get(block, block) for block in written]
-        seq.block_table = (*seq.block_table[:first], *table, *seq.block_table[first + self._groups :], *blocks[len(copied) :])
+        kept = [copies.get(block, block) for block in written]
+        seq.block_table = (*seq.block_table[:first], *kept, *seq.block_table[first + groups :], *blocks[len(copied) :])
         self._pool.release(copied)
         return tuple(copies.items())
 
@@ -335,7 +276,7 @@ class KVManager:
         if seq.num_published is not None and seq.names is not None:
             for name in self._names(seq, 0)[seq.num_published :]:
                 self._no_longer_coming(seq, name)
-        self._pool.release(self._held(seq.block_table))
+        self._pool.release(self._tables.held(seq.block_table))
         seq.block_table = ()
         seq.num_shed = ()
         seq.num_computed_tokens = 0
@@ -344,14 +285,14 @@ class KVManager:
     def check(self) -> None:
         """Raise EngineDeadError unless the pool is sound and the tables are what it counts."""
         self._pool.check()
-        held = Counter(block for seq in self._holders for block in self._held(seq.block_table))
+        held = Counter(block for seq in self._holders for block in self._tables.held(seq.block_table))
         if len(held) != self._pool.num_owned or any(self._pool.ref_count(block) != n for block, n in held.items()):
             raise EngineDeadError("KV cache: the block tables are not what the pool counts")
         for seq in self._holders:
-            stretches, left_over = divmod(len(seq.block_table), self._groups)
+            stretches, left_over = divmod(len(seq.block_table), self._tables.num_groups)
             if left_over or seq.num_computed_tokens > stretches * self._block_size:
                 raise EngineDeadError(f"KV cache: request {seq.request_id} has more computed tokens than slots")
-            if self._seen_from(seq.num_computed_tokens, seq.block_table) is None:
+            if self._tables.seen_from(seq.num_computed_tokens, seq.block_table) is None:
                 raise EngineDeadError(f"KV cache: request {seq.request_id} has given back blocks that it needs")
         if self._host is not None:
             self._host.check()
@@ -387,4 +328,4 @@ class KVManager:
 
     def _num_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Stretches of `block_size` tokens."""
-        return -(-num_tokens // self._block_size) - len(seq.block_table) // self._groups
+        return self._tables.stretches(num_tokens) - len(seq.block_table) // self._tables.num_groups

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 
 from hf_cb.core.block_pool import BlockPool
+from hf_cb.core.draft import Draft
 from hf_cb.core.kv_manager import KVManager
-from hf_cb.core.output import Emission, ScheduledRow, SchedulerOutput, StepResult
+from hf_cb.core.output import Emission, SchedulerOutput, StepResult
 from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.reach import ALL, Reach
@@ -24,37 +24,6 @@ from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongEr
 from hf_cb.request import Choice, FinishReason, Request, Status
 
 _WATERMARK = 100  # one block in so many stays free at admission, for those that run
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step while it is composed."""
-
-    budget: int  # tokens that may still be given
-    rows: dict[Sequence, ScheduledRow] = field(default_factory=dict)
-    preempted: list[int] = field(default_factory=list)
-    cached: list[tuple[int, int]] = field(default_factory=list)
-    copies: dict[int, int] = field(default_factory=dict)  # copy -> block: one that is handed out anew is copied to once
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-
-    def grant(self, seq: Sequence, end: int, copies: tuple[tuple[int, int], ...]) -> None:
-        """Give `seq` its tokens up to position `end`."""
-        start = seq.num_computed_tokens
-        tokens = tuple(seq.tokens[start:end])
-        samples = end == len(seq.tokens) and not seq.tails
-        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, seq.block_table, samples, seq.beam)
-        self.budget -= end - start
-        for block, copy in copies:
-            # All are copied at once: of a copy that this step makes itself, there is only what it is made from.
-            self.copies[copy] = self.copies.get(block, block)
-
-    def revoke(self, seq: Sequence) -> None:
-        """Take back what `seq` was given in this step, if anything: it is preempted."""
-        for member in seq.members:
-            row = self.rows.pop(member, None)
-            self.budget += 0 if row is None else len(row.token_ids)
-        self.preempted.append(seq.request_id)
 
 
 class Scheduler:
@@ -139,7 +108,7 @@ class Scheduler:
     @property
     def num_groups(self) -> int:
         """Groups of layers."""
-        return self._kv.num_groups
+        return self._kv.tables.num_groups
 
     def tokens_of(self, request_id: int) -> tuple[int, ...]:
         """Prompt and output so far of a sequence that has not ended. KeyError for any other."""
@@ -152,16 +121,16 @@ class Scheduler:
             raise RequestTooLongError(
                 f"num_beams: {request.width} beams run together, and max_batch_size is {self._max_batch_size}"
             )
-        needed = self._kv.num_needed(len(request.prompt), slots, request.width)
-        if request.width > 1 and needed > self._kv.num_blocks:
+        needed = self._kv.tables.num_needed(len(request.prompt), slots, request.width)
+        if request.width > 1 and needed > self._kv.tables.num_blocks:
             raise RequestTooLongError(
                 f"num_beams: {request.width} beams of {request.max_tokens} tokens can take {needed} blocks, and the KV cache "
-                f"has {self._kv.num_blocks}; raise num_blocks or kv_cache_memory"
+                f"has {self._kv.tables.num_blocks}; raise num_blocks or kv_cache_memory"
             )
-        if slots > self._kv.num_slots:
+        if slots > self._kv.tables.num_slots:
             raise RequestTooLongError(
                 f"max_new_tokens: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones are "
-                f"{request.max_tokens}, and at most {self._kv.num_slots + 1} fit the KV cache; "
+                f"{request.max_tokens}, and at most {self._kv.tables.num_slots + 1} fit the KV cache; "
                 f"shorten the prompt, lower max_new_tokens, or raise num_blocks or kv_cache_memory"
             )
 
@@ -198,20 +167,11 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true."""
-        budget = self._budget()
-        draft = _Draft(budget)
+        draft = Draft(self._budget())
         self._serve_running(draft)
         if not draft.preempted:  # else who is admitted now would be the next to be preempted
             self._admit(draft)
-        return SchedulerOutput(
-            rows=tuple(draft.rows.values()),
-            num_scheduled_tokens=budget - draft.budget,
-            preempted=tuple(draft.preempted),
-            swap_out=tuple(draft.swap_out),
-            copies=tuple((block, copy) for copy, block in draft.copies.items()),
-            swap_in=tuple(draft.swap_in),
-            cached=tuple(draft.cached),
-        )
+        return draft.output()
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Learn how long the step of `output` took."""
@@ -280,25 +240,25 @@ class Scheduler:
         return min(self._max_batch_tokens, singles + self._pacer.allowance())
 
     def _members(self) -> list[Sequence]:
-        return [member for seq in self._running.values() for member in seq.members]
+        return [member for seq in self._running.values() for member in (seq.beams or (seq,))]
 
-    def _serve_running(self, draft: _Draft) -> None:
+    def _serve_running(self, draft: Draft) -> None:
         running = self._members()
         if self._pacer is not None:  # a prompt must not take what the budget has for the next token of the others
             running.sort(key=_lacks_one_token, reverse=True)
         for seq in running:
-            if draft.budget == 0:
+            if draft.left == 0:
                 return
             if seq.request_id not in self._running:  # preempted for one before it
                 continue
-            end = min(seq.num_tokens, seq.num_computed_tokens + draft.budget)
+            end = min(seq.num_tokens, seq.num_computed_tokens + draft.left)
             if end == seq.num_computed_tokens:  # a beam that waits for the others
                 continue
             copies = self._reserve_or_preempt(seq, end, draft)
             if copies is not None:
                 draft.grant(seq, end, copies)
 
-    def _reserve_or_preempt(self, seq: Sequence, end: int, draft: _Draft) -> tuple[tuple[int, int], ...] | None:
+    def _reserve_or_preempt(self, seq: Sequence, end: int, draft: Draft) -> tuple[tuple[int, int], ...] | None:
         """Blocks for `seq` up to position `end`, at the cost of the less deserving, and which of them are to be copied first.
         None: it is itself the least deserving."""
         while (copies := self._kv.reserve(seq, end)) is None:
@@ -309,8 +269,8 @@ class Scheduler:
                 return None
         return copies
 
-    def _admit(self, draft: _Draft) -> None:
-        while draft.budget > 0:
+    def _admit(self, draft: Draft) -> None:
+        while draft.left > 0:
             seq = self._policy.next_waiting()
             if seq is None or self._num_rows + seq.request.width > self._max_batch_size:
                 return
@@ -328,7 +288,7 @@ class Scheduler:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 self._policy.charge(seq, seq.num_tokens - seq.num_cached_tokens, 0)
                 draft.cached.append((seq.request_id, seq.num_cached_tokens))
-            end = min(seq.num_tokens, seq.num_computed_tokens + draft.budget)
+            end = min(seq.num_tokens, seq.num_computed_tokens + draft.left)
             copies = self._kv.reserve(seq, end)
             assert copies is not None  # can_reserve said so, for more
             self._policy.remove(seq)
@@ -344,7 +304,7 @@ class Scheduler:
         """Blocks to leave free for those that run, so that who is admitted is not preempted, or preempts, right away."""
         if not self._running:
             return 0
-        return max(self._watermark, self._num_rows * self._kv.num_groups) if self._is_crowded else self._watermark
+        return max(self._watermark, self._num_rows * self._kv.tables.num_groups) if self._is_crowded else self._watermark
 
     def _preempt(self, seq: Sequence, may_move: bool = False) -> tuple[tuple[int, int], ...]:
         """Take `seq`'s blocks. It keeps its tokens; when it is resumed, it computes their keys and values again, or has them

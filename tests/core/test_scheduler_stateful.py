@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             target_itl=target_itl,
             reaches=reaches,
         )
-        self.num_slots = self.scheduler._kv.num_slots
+        self.num_slots = self.scheduler._kv.tables.num_slots
         if None not in (reach.span for reach in reaches):
             self.num_slots = min(self.num_slots, 40)
         else:
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_a_search(self, prompt, width, max_new_tokens, num_steps):
         search = StubSearch(width, min(num_steps, max_new_tokens))
         request = Request(tuple(prompt), max_new_tokens, search=search)
-        kv, slots = self.scheduler._kv, len(prompt) + max_new_tokens - 1
+        kv, slots = self.scheduler._kv.tables, len(prompt) + max_new_tokens - 1
         if width <= self.max_batch_size and kv.num_needed(len(prompt), slots, width) <= kv.num_blocks:
             self._add(request)
         else:
