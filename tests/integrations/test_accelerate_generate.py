@@ -13,6 +13,8 @@ import tiny_chat
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from integrations.replica import gpus_of
+
 pytestmark = pytest.mark.timeout(120)
 
 NUM_KILLS = int(os.environ.get("HF_CB_NUM_KILLS", 3))
@@ -135,6 +137,23 @@ def test_both_processes_take_their_share(of_one_process, prompts, folder, tmp_pa
         launching.wait_until(lambda: len(records(answers)) >= 80 or running.has_ended, "no progress")
         parts = list(answers.with_name(answers.name + ".parts").glob("part-*.jsonl"))
     assert {part.name.split("-")[1] for part in parts} == {"0", "1"}
+
+
+def test_a_model_that_lies_over_several_devices(of_one_process, prompts, folder, tmp_path):
+    """On a machine without GPUs, accelerate's devices are the CPU and the disk; its hooks fetch what lies there."""
+    where = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "cpu"}
+    where |= {"model.rotary_emb": "cpu", "lm_head": "disk"}
+    answers = tmp_path / "answers.jsonl"
+    status, printed = launching.launch(2, *arguments(prompts, answers, folder, "--device-map", json.dumps(where)))
+    assert status == 0, printed
+    assert "plain generate() answers" not in printed
+    assert answers.read_bytes() == of_one_process[0]
+
+
+def test_gpus_are_dealt_out() -> None:
+    assert [gpus_of(process, 8, 3) for process in range(3)] == [range(2), range(2, 4), range(4, 6)]
+    with pytest.raises(ValueError, match="2 processes share 1 GPUs"):
+        gpus_of(0, 1, 2)
 
 
 def test_a_rank_that_fails_is_named(prompts, folder, tmp_path):
