@@ -1,0 +1,60 @@
+"""A chat page in this process, and who may look at it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import hf_cb
+from demo.chat_answers import Answers, Sampling
+from demo.chat_page import CSS, build, conversation_of, theme
+from demo.chat_panel import RECORDED_STEPS, Panel
+
+
+@dataclass(frozen=True)
+class Served:
+    """A page that people can open."""
+
+    url: str
+    engine: hf_cb.Engine
+    tokenizer: Any
+    sampling: Sampling
+
+    def alone(self, message: str, system: str) -> str:
+        """What the model answers when nobody else is there."""
+        ids = self.tokenizer.apply_chat_template(conversation_of(system, [], message), add_generation_prompt=True)["input_ids"]
+        tokens = self.engine.submit(ids, **self.sampling.options()).result().tokens
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def is_idle(self) -> bool:
+        """Nothing runs or waits, no block is held."""
+        stats = self.engine.stats()
+        return not (stats.running or stats.waiting or stats.blocks_used)
+
+    @property
+    def num_cancelled(self) -> int:
+        return self.engine.stats().finished.get(hf_cb.FinishReason.CANCELLED, 0)
+
+
+@contextlib.contextmanager
+def served(model: Any, tokenizer: Any, sampling: Sampling, **config: Any) -> Iterator[Served]:
+    with hf_cb.continuous_batching(model, record_steps=RECORDED_STEPS, **config) as engine:
+        answers = Answers(engine, tokenizer)
+        page = build(answers, Panel(engine, interval=0.1), "a model", sampling)
+        _, url, _ = page.launch(prevent_thread_lock=True, quiet=True, css=CSS, theme=theme())
+        try:
+            yield Served(url, engine, tokenizer, sampling)
+        finally:
+            page.close()
+            answers.close()
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 15) -> None:
+    """Raise AssertionError when it doesn't come true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
