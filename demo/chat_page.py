@@ -11,7 +11,7 @@ from demo.chat_answers import Answers, ChatError, Message, Sampling
 from demo.chat_panel import CSS as PANEL_CSS
 from demo.chat_panel import Panel
 
-_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 _EXAMPLES = ("What is gravity?", "Write a short story about a lighthouse.", "Give me three ideas for dinner.")
 _REFRESH = 1.0  # seconds between two looks at the panel
 
@@ -84,7 +84,13 @@ def _chat(answers: Answers, defaults: Sampling) -> gr.ChatInterface:
             elem_id="chat",
         ),
         textbox=gr.Textbox(
-            placeholder="Your message", show_label=False, container=False, submit_btn=True, stop_btn=True, autofocus=True
+            placeholder="Your message",
+            elem_id="message",
+            show_label=False,
+            container=False,
+            submit_btn=True,
+            stop_btn=True,
+            autofocus=True,
         ),
         additional_inputs=_controls(defaults),
         additional_inputs_accordion=gr.Accordion("System prompt and sampling", open=False, render=False),
@@ -97,7 +103,7 @@ def _chat(answers: Answers, defaults: Sampling) -> gr.ChatInterface:
 
 def _controls(default: Sampling) -> list[Any]:
     return [
-        gr.Textbox(_SYSTEM, label="System prompt", lines=2, render=False),
+        gr.Textbox(SYSTEM, label="System prompt", lines=2, render=False),
         gr.Slider(1, 2048, default.max_new_tokens, step=1, label="Longest answer, in tokens", render=False),
         gr.Slider(
             0, 2, default.temperature, step=0.05, label="Temperature", info="0: always the most probable token", render=False

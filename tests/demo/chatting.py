@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,14 @@ class Served:
     tokenizer: Any
     sampling: Sampling
 
-    def alone(self, message: str, system: str) -> str:
-        """What the model answers when nobody else is there."""
-        ids = self.tokenizer.apply_chat_template(conversation_of(system, [], message), add_generation_prompt=True)["input_ids"]
-        tokens = self.engine.submit(ids, **self.sampling.options()).result().tokens
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+    def answers_to(self, messages: Iterable[str], system: str) -> list[str]:
+        """What the engine answers to these without a page."""
+        prompts = [
+            self.tokenizer.apply_chat_template(conversation_of(system, [], message), add_generation_prompt=True)["input_ids"]
+            for message in messages
+        ]
+        results = self.engine.generate_batch(prompts, **self.sampling.options())
+        return [self.tokenizer.decode(result.tokens, skip_special_tokens=True) for result in results]
 
     def is_idle(self) -> bool:
         """Nothing runs or waits, no block is held."""

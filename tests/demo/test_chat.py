@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(120),  # importing gradio and beginning a server take their time on a busy machine
     # gradio's server and client leave sockets and event loops to the collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore:.*no_silent_downcasting"),  # what gradio asks of pandas
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # gradio of pandas
 ]
 
 USERS = 16
