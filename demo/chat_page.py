@@ -19,6 +19,8 @@ CSS = (
     """
 footer { display: none !important; }
 .cb-page { align-items: stretch; flex-wrap: wrap; }
+#message { border: 1px solid var(--border-color-primary); border-radius: var(--radius-lg); }
+#message textarea { min-height: 44px; padding-top: 11px; }
 .cb-head h1 { margin: 0; }
 @media (min-width: 900px) { .cb-side { position: sticky; top: 16px; align-self: flex-start; } }
 """

@@ -147,6 +147,6 @@ CSS = f"""
 .cb-caption {{ display: flex; justify-content: space-between; margin-bottom: 4px; }}
 .cb-slots {{ width: 100%; height: auto; display: block; }}
 .cb-slots text {{ font: 10px system-ui, sans-serif; text-anchor: middle; }}
-.cb-slots .cb-free {{ fill: var(--background-fill-secondary); }}
+.cb-slots .cb-free {{ fill: var(--border-color-primary); opacity: 0.45; }}
 .cb-foot {{ margin-top: 6px; }}
 """
