@@ -81,7 +81,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--in-hand", type=int, default=64, help="the most prompts that a process works on at once (%(default)s)"
     )
-    parser.add_argument("--device-map", help="lay each process's model over its devices: auto, balanced, or a map as JSON")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--device-map", help="lay each process's model over its devices: auto, balanced, or a map as JSON")
+    ways.add_argument(
+        "--tensor-parallel", action="store_true", help="split each layer over all processes: one model, one batch"
+    )
     parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there are GPUs")
     return parser.parse_args()
 
@@ -95,19 +99,21 @@ def _run(args: argparse.Namespace, state: PartialState) -> None:
 
 def _run_with(args: argparse.Namespace, state: PartialState, prompts: PromptFile, log: AnswerLog) -> None:
     todo = _begin(args, state, prompts, log)
-    work = SharedWork(state, todo)
+    work = SharedWork(state, todo, num_workers=1 if args.tensor_parallel else state.num_processes)
     total = len(prompts.good)
     options = {"do_sample": False, "max_new_tokens": args.max_new_tokens, **args.generate}
-    with (
-        replica(state, args.model, getattr(torch, args.dtype), args.device_map, options, args.seed) as model,
-        tqdm(total=total, initial=total - len(todo), unit="prompt", disable=not state.is_main_process) as bar,
-    ):
-        _answer_all(prompts, _Part(log, state), work, model, args.in_hand, bar)
-        work.note_end()
-        while state.is_main_process and not work.all_ended():
-            _end_with_the_launcher()
-            time.sleep(_GLANCE)
-            _show(bar, work)
+    dtype = getattr(torch, args.dtype)
+    with replica(state, args.model, dtype, options, args.seed, args.device_map, args.tensor_parallel) as model:
+        if args.tensor_parallel and not state.is_main_process:
+            model.engine.follow()
+            return
+        with tqdm(total=total, initial=total - len(todo), unit="prompt", disable=not state.is_main_process) as bar:
+            _answer_all(prompts, _Part(log, state), work, model, args.in_hand, bar)
+            work.note_end()
+            while state.is_main_process and not work.all_ended():
+                _end_with_the_launcher()
+                time.sleep(_GLANCE)
+                _show(bar, work)
     if state.is_main_process:
         _finish(prompts, log)
 

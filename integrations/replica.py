@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
 
 import hf_cb
 from demo import packaged_model
@@ -26,6 +27,7 @@ class Replica:
     tokenizer: Any
     options: Mapping[str, Any]
     seed: int
+    engine: hf_cb.Engine
 
     def encode(self, line: PromptLine) -> list[int]:
         """The ids of a line's prompt. Raises what the tokenizer or its chat template has against it."""
@@ -68,13 +70,22 @@ def failure(line: PromptLine, problem: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replica(
-    state: PartialState, name: str | None, dtype: torch.dtype, device_map: str | None, options: Mapping[str, Any], seed: int
+    state: PartialState,
+    name: str | None,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    seed: int,
+    device_map: str | None = None,
+    tensor_parallel: bool = False,
 ) -> Iterator[Replica]:
-    """The model, on this process's device or laid over its share of the devices, with hf_cb installed."""
+    """The model with hf_cb installed: on this process's device, laid over its share of the devices, or a part of its layers."""
     with state.local_main_process_first():
         source = packaged_model.prepare() if name is None else name
     tokenizer = AutoTokenizer.from_pretrained(source)
-    if device_map is None:
+    if tensor_parallel:
+        together = DistributedConfig(tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, distributed_config=together)
+    elif device_map is None:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(state.device)
     else:
         where = json.loads(device_map) if device_map.lstrip().startswith("{") else device_map
@@ -85,7 +96,7 @@ def replica(
     with hf_cb.continuous_batching(model.eval()) as engine:
         if engine.unsupported_reason:
             state.print(f"plain generate() answers, one prompt at a time: {engine.unsupported_reason}")
-        yield Replica(model, tokenizer, options, seed)
+        yield Replica(model, tokenizer, options, seed, engine)
 
 
 def memory_share(state: PartialState) -> dict[int | str, int] | None:

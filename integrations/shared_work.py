@@ -17,11 +17,11 @@ _TAKEN, _DONE, _ENDED = "taken", "done", "ended"
 
 
 class SharedWork:
-    """Items 0 .. n - 1 for all processes. Made by every one of them at the same time."""
+    """Items for `num_workers` of the processes. Made by every one of them at the same time."""
 
-    def __init__(self, state: PartialState, items: Sequence[int]) -> None:
+    def __init__(self, state: PartialState, items: Sequence[int], num_workers: int) -> None:
         self._items = items
-        self._num_processes = state.num_processes
+        self._num_workers = num_workers
         host = os.environ.get("MASTER_ADDR", "localhost")
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if state.is_main_process else None
         port = [store.port if store else None]
@@ -34,7 +34,7 @@ class SharedWork:
         A process holds at most its share of what is left, so that at the end all are busy until all are done.
         """
         left = len(self._items) - self._store.add(_TAKEN, 0)
-        if in_hand and in_hand * self._num_processes >= left:
+        if in_hand and in_hand * self._num_workers >= left:
             return None
         place = self._store.add(_TAKEN, 1) - 1
         return self._items[place] if place < len(self._items) else None
@@ -52,5 +52,5 @@ class SharedWork:
         self._store.add(_ENDED, 1)
 
     def all_ended(self) -> bool:
-        """Whether every process has."""
-        return self._store.add(_ENDED, 0) == self._num_processes
+        """Whether every worker has."""
+        return self._store.add(_ENDED, 0) == self._num_workers

@@ -150,6 +150,28 @@ def test_a_model_that_lies_over_several_devices(of_one_process, prompts, folder,
     assert answers.read_bytes() == of_one_process[0]
 
 
+def test_a_model_whose_layers_are_split(of_one_process, prompts, folder, tmp_path):
+    answers = tmp_path / "answers.jsonl"
+    status, printed = launching.launch(2, *arguments(prompts, answers, folder, "--tensor-parallel"))
+    assert status == 0, printed
+    assert "plain generate() answers" not in printed
+    assert answers.read_bytes() == of_one_process[0]
+
+
+def test_a_split_model_that_loses_a_rank_ends_and_goes_on(of_one_process, prompts, folder, tmp_path):
+    answers = tmp_path / "answers.jsonl"
+    command = arguments(prompts, answers, folder, "--tensor-parallel", "--in-hand", 3)
+    with launching.Launch(2, *command) as running:
+        launching.wait_until(lambda: len(records(answers)) >= 20 or running.has_ended, "no progress")
+        launching.kill([running.ranks()[1]])
+        status, printed = running.wait()
+    assert status != 0
+    assert "rank      : 1 " in printed
+    status, printed = launching.launch(2, *command)
+    assert status == 0, printed
+    assert answers.read_bytes() == of_one_process[0]
+
+
 def test_gpus_are_dealt_out() -> None:
     assert [gpus_of(process, 8, 3) for process in range(3)] == [range(2), range(2, 4), range(4, 6)]
     with pytest.raises(ValueError, match="2 processes share 1 GPUs"):
