@@ -27,6 +27,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
+if not __package__:  # started by its path rather than with -m
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import hf_cb
 from integrations.answer_log import AnswerLog, LogError, write_record
 from integrations.prompt_lines import PromptFile, PromptLine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -71,6 +72,14 @@ def for_ever(model: Any, engine: hf_cb.Engine, marker: Path) -> dict[str, Any]:
     return {"waiting": [call.result() for call in waiting], "later": name_of_error(lambda: engine.submit(PROMPTS[1]))}
 
 
+def idle(engine: hf_cb.Engine, marker: Path) -> dict[str, Any]:
+    """Rank 0 of a run in which it dies while there is nothing to do."""
+    engine.submit(PROMPTS[0], max_new_tokens=3).result()
+    marker.touch()
+    time.sleep(60)
+    return {}
+
+
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -84,6 +93,8 @@ def main() -> None:
     out["num_blocks"] = engine.config.num_blocks
     if what == "answers" and rank == 0:
         out |= answers(model, engine)
+    elif what == "idle" and rank == 0:
+        out |= idle(engine, folder / "at-work")
     elif rank == 0:
         out |= for_ever(model, engine, folder / "at-work")
     else:

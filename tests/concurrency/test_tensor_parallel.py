@@ -85,9 +85,9 @@ def test_the_ranks_answer_as_plain_generate_does_alone(folder):
     assert follower["follow"] == "none"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_lost_rank_ends_everybody_with_an_error(folder, victim):
-    with started("for ever", folder) as processes:
+@pytest.mark.parametrize(("what", "victim"), [("for ever", 0), ("for ever", 1), ("idle", 0)])
+def test_a_lost_rank_ends_everybody_with_an_error(folder, what, victim):
+    with started(what, folder) as processes:
         end = time.monotonic() + 60
         while not (folder / "at-work").exists():
             assert time.monotonic() < end, "never at work"
