@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,9 @@ def replica(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     with hf_cb.continuous_batching(model.eval()) as engine:
+        if engine.unsupported_reason and tensor_parallel:
+            state.print(f"--tensor-parallel: {engine.unsupported_reason}", file=sys.stderr)
+            sys.exit(2)
         if engine.unsupported_reason:
             state.print(f"plain generate() answers, one prompt at a time: {engine.unsupported_reason}")
         yield Replica(model, tokenizer, options, seed, engine)

@@ -23,7 +23,7 @@ from hf_cb.hf.attention import set_port
 from hf_cb.hf.generate import defaults_of
 from hf_cb.hf.seeds import draw_seed
 from hf_cb.hf.support import Servable, UnservableError, examine
-from hf_cb.hf.tensor_parallel import lockstep_of, part_here
+from hf_cb.hf.tensor_parallel import lockstep_of, part_here, uneven_heads
 from hf_cb.hf.twin import shared_tensors
 from hf_cb.hf.weights import WeightWatch
 from hf_cb.machinery import FollowWeights, Look, Machinery
@@ -95,7 +95,7 @@ def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None) -> Servabl
     try:
         servable = examine(model, config.attention_backend)
     except UnservableError as error:
-        reason = str(error)
+        reason = uneven_heads(model, lockstep.size) or str(error)
     if not lockstep.least(reason is None):
         raise UnservableError(reason or "another rank cannot serve its part of it")
     return servable

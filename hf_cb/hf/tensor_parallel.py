@@ -20,6 +20,16 @@ def lockstep_of(model: nn.Module) -> Lockstep | None:
     return Lockstep(mesh.get_group())
 
 
+def uneven_heads(model: Any, num_ranks: int) -> str | None:
+    """In words, when the heads of this model's layers don't come out even: a likely reason why its parts don't run."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if not isinstance(heads, int) or not isinstance(key_heads, int) or not (heads % num_ranks or key_heads % num_ranks):
+        return None
+    return f"its {heads} attention heads and {key_heads} key heads can't be split evenly over {num_ranks} processes"
+
+
 def part_here(tensor: torch.Tensor) -> torch.Tensor:
     """What of a weight is in this process: itself, unless it is split."""
     with torch.no_grad():

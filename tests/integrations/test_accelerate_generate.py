@@ -158,6 +158,12 @@ def test_a_model_whose_layers_are_split(of_one_process, prompts, folder, tmp_pat
     assert answers.read_bytes() == of_one_process[0]
 
 
+def test_heads_that_cannot_be_split_are_told(prompts, folder, tmp_path):
+    status, printed = launching.launch(3, *arguments(prompts, tmp_path / "answers.jsonl", folder, "--tensor-parallel"))
+    assert status != 0
+    assert "4 attention heads and 2 key heads can't be split evenly over 3 processes" in printed
+
+
 def test_a_split_model_that_loses_a_rank_ends_and_goes_on(of_one_process, prompts, folder, tmp_path):
     answers = tmp_path / "answers.jsonl"
     command = arguments(prompts, answers, folder, "--tensor-parallel", "--in-hand", 3)
