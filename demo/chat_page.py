@@ -12,6 +12,7 @@ from demo.chat_panel import CSS as PANEL_CSS
 from demo.chat_panel import Panel
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+NO_ANSWER = "No answer"
 _EXAMPLES = ("What is gravity?", "Write a short story about a lighthouse.", "Give me three ideas for dinner.")
 _REFRESH = 1.0  # seconds between two looks at the panel
 
@@ -20,6 +21,8 @@ CSS = (
 footer { display: none !important; }
 .cb-page { align-items: stretch; flex-wrap: wrap; }
 #message { border: 1px solid var(--border-color-primary); border-radius: var(--radius-lg); }
+#message .input-container { align-items: center; }
+#chat .example { border: 1px solid var(--border-color-primary); border-radius: var(--radius-lg); }
 #message textarea { min-height: 44px; padding-top: 11px; }
 .cb-head h1 { margin: 0; }
 @media (min-width: 900px) { .cb-side { position: sticky; top: 16px; align-self: flex-start; } }
@@ -67,14 +70,16 @@ def _chat(answers: Answers, defaults: Sampling) -> gr.ChatInterface:
         repetition_penalty: float,
         seed: str,
         request: gr.Request,
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[Any]:
         conversation = conversation_of(system, history, message)
+        answer = ""
         try:
             sampling = Sampling(int(max_new_tokens), temperature, top_p, repetition_penalty, seed_of(seed))
             async for answer in answers.stream(str(request.session_hash), conversation, sampling):
                 yield answer
-        except ChatError as error:
-            raise gr.Error(str(error), title="No answer", duration=None, print_exception=False) from error
+        except ChatError as error:  # in the chat, as gradio's own errors cover it and are gone with a click
+            refusal = gr.ChatMessage(role="assistant", content=str(error), metadata={"title": NO_ANSWER})
+            yield [answer, refusal] if answer else refusal
 
     return gr.ChatInterface(
         respond,
@@ -130,8 +135,14 @@ def seed_of(text: str) -> int | None:
 
 
 def conversation_of(system: str, history: Sequence[dict[str, Any]], message: str) -> list[Message]:
-    """The turns so far and the new message, in the form that chat templates take."""
-    turns = [{"role": turn["role"], "content": _text(turn["content"])} for turn in history]
+    """The turns so far and the new message, in the form that chat templates take; without those that got no answer."""
+    turns: list[Message] = []
+    for turn in history:
+        if (turn.get("metadata") or {}).get("title") == NO_ANSWER:
+            while turns and turns.pop()["role"] != "user":  # what there was of an answer goes with its question
+                pass
+        else:
+            turns.append({"role": turn["role"], "content": _text(turn["content"])})
     begin = [{"role": "system", "content": system}] if system.strip() else []
     return [*begin, *turns, {"role": "user", "content": message}]
 

@@ -177,6 +177,8 @@ def test_errors_are_shown_in_words(page, tabs):
     tab = tabs()
     send(tab, "much too long " * 4000)
     expect(tab.get_by_text("has become too long for the model")).to_be_visible(timeout=PATIENCE)
+    send(tab, "What is 2 + 2?")  # the tab goes on, and what was too long is forgotten
+    wait(tab, lambda: letters(answer(tab)) == letters(page.answers_to(["What is 2 + 2?"], SYSTEM)[0]), "no answer")
 
 
 def test_the_panel_is_alive(page, tabs):
