@@ -65,6 +65,13 @@ def _parse() -> argparse.Namespace:
     def options(text: str) -> dict[str, Any]:
         if not isinstance(value := json.loads(text), dict):
             raise ValueError
+        if refused := value.keys() & {"num_return_sequences", "return_dict_in_generate", "streamer", "seed"}:
+            raise argparse.ArgumentTypeError(f"takes options that leave one answer a prompt; got {', '.join(refused)}")
+        return value
+
+    def count(text: str) -> int:
+        if (value := int(text)) < 1:
+            raise ValueError
         return value
 
     parser = argparse.ArgumentParser(
@@ -76,13 +83,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("answers", type=Path, help="JSON lines; beside it the folder <answers>.parts until all is done")
     parser.add_argument("--model", help="id or folder of a causal language model (default: the packaged one)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="length limit of an answer (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=count, default=128, help="length limit of an answer (%(default)s)")
     parser.add_argument(
         "--generate", type=options, default={}, help='more options of generate() as JSON: \'{"do_sample": true, "top_p": 0.9}\''
     )
     parser.add_argument("--seed", type=int, default=0, help="line n draws with seed + n, on whatever process (%(default)s)")
     parser.add_argument(
-        "--in-hand", type=int, default=64, help="the most prompts that a process works on at once (%(default)s)"
+        "--in-hand", type=count, default=64, help="the most prompts that a process works on at once (%(default)s)"
     )
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--device-map", help="lay each process's model over its devices: auto, balanced, or a map as JSON")
@@ -117,6 +124,7 @@ def _run_with(args: argparse.Namespace, state: PartialState, prompts: PromptFile
                 _end_with_the_launcher()
                 time.sleep(_GLANCE)
                 _show(bar, work)
+            _show(bar, work)
     if state.is_main_process:
         _finish(prompts, log)
 
@@ -147,6 +155,7 @@ def _answer_all(prompts: PromptFile, part: _Part, work: SharedWork, model: Repli
     pending: dict[Future[list[int]], PromptLine] = {}
     try:
         while True:
+            _end_with_the_launcher()
             while len(pending) < most and (number := work.take(len(pending))) is not None:
                 line = prompts.lines[number]
                 try:
@@ -156,7 +165,6 @@ def _answer_all(prompts: PromptFile, part: _Part, work: SharedWork, model: Repli
                     work.note_done()
             if not pending:
                 return
-            _end_with_the_launcher()
             for future in wait(pending, _GLANCE, FIRST_COMPLETED).done:
                 part.write(_outcome(model, pending.pop(future), future))
                 work.note_done()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.distributed import DistributedConfig
 
 import hf_cb
 from demo import packaged_model
@@ -84,6 +83,8 @@ def replica(
         source = packaged_model.prepare() if name is None else name
     tokenizer = AutoTokenizer.from_pretrained(source)
     if tensor_parallel:
+        from transformers.distributed import DistributedConfig  # not in the first releases of transformers 5
+
         together = DistributedConfig(tp_plan="auto")
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, distributed_config=together)
     elif device_map is None:

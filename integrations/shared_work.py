@@ -31,10 +31,10 @@ class SharedWork:
     def take(self, in_hand: int) -> int | None:
         """The next item, for a process that has `in_hand` already. None: nothing for it now; for good if it has none.
 
-        A process holds at most its share of what is left, so that at the end all are busy until all are done.
+        One of several holds at most its share of what is left, so that at the end all are busy until all are done.
         """
         left = len(self._items) - self._store.add(_TAKEN, 0)
-        if in_hand and in_hand * self._num_workers >= left:
+        if self._num_workers > 1 and in_hand and in_hand * self._num_workers >= left:
             return None
         place = self._store.add(_TAKEN, 1) - 1
         return self._items[place] if place < len(self._items) else None
