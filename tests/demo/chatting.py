@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -53,6 +55,15 @@ def served(model: Any, tokenizer: Any, sampling: Sampling, **config: Any) -> Ite
         finally:
             page.close()
             answers.close()
+            close_forgotten_loops()
+
+
+def close_forgotten_loops() -> None:
+    """gradio makes event loops, for the main thread too, and leaves them: whoever replaced one would be blamed for it."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), asyncio.BaseEventLoop) and not thing.is_running() and not thing.is_closed():
+            thing.close()
+    gc.collect()
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 15) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +48,6 @@ def clients(page) -> Iterator[list[Client]]:
         clients = list(threads.map(lambda _: Client(page.url, verbose=False), range(USERS)))
         yield clients
         list(threads.map(Client.close, clients))
-    gc.collect()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import shutil
@@ -35,7 +34,6 @@ def page() -> Iterator[chatting.Served]:
     model, tokenizer = packaged_model.load()
     with chatting.served(model, tokenizer, SAMPLING) as page:
         yield page
-    gc.collect()
 
 
 @pytest.fixture(scope="module")
