@@ -8,13 +8,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize bench peers clean
+.PHONY: help demo chat test sanitize bench peers clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## 32 threads share one model: plain generate() against hf_cb (MODEL=id or folder, ARGS=more options)
 	$(BIN)/python -m demo.quickstart $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+chat: $(VENV)/.demo ## a chat page for many people at once, with a live look at the engine (MODEL=id or folder, ARGS=more options)
+	$(BIN)/python -m demo.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
 	$(BIN)/ruff format --check .

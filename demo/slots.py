@@ -17,7 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 
 Kind = Literal["prefill", "decode", "wasted"]
 
-_INK, _MUTED, _WASTED, _HATCH = "#1f2933", "#616e7c", "#eef0f2", "#c3cad1"
+INK, MUTED, WASTED, HATCH = "#1f2933", "#616e7c", "#eef0f2", "#c3cad1"
 
 
 class Step(Protocol):
@@ -68,7 +68,7 @@ def static_timeline(output_lengths: Sequence[int], num_slots: int) -> Timeline:
             for i in range(length):
                 cells[slot, begin + i] = (first + slot, "decode" if i else "prefill")
         begin += max(batch)
-    return _merge(cells, num_slots, begin)
+    return merge(cells, num_slots, begin)
 
 
 def continuous_timeline(steps: Iterable[Step], num_slots: int, numbers: Mapping[int, int]) -> Timeline:
@@ -89,10 +89,10 @@ def continuous_timeline(steps: Iterable[Step], num_slots: int, numbers: Mapping[
             # One token is a decode, more are a piece of the prompt: so close that a picture need not tell the odd one.
             cells[slots[request], i] = (numbers[request], "prefill" if num_tokens > 1 else "decode")
         slots = {request: slot for request, slot in slots.items() if last[request] > i}
-    return _merge(cells, num_slots, len(ours))
+    return merge(cells, num_slots, len(ours))
 
 
-def _merge(cells: Mapping[tuple[int, int], tuple[int, Kind]], num_slots: int, num_iterations: int) -> Timeline:
+def merge(cells: Mapping[tuple[int, int], tuple[int, Kind]], num_slots: int, num_iterations: int) -> Timeline:
     """Join neighbouring cells (slot, iteration) of the same sort; what no cell covers is wasted."""
     spans = []
     for slot in range(num_slots):
@@ -127,9 +127,9 @@ def draw(static: Panel, continuous: Panel, title: str) -> Figure:
     saved = static.timeline.num_iterations - continuous.timeline.num_iterations
     if saved > 0.08 * end:
         _draw_saving(axes[1], continuous.timeline, saved)
-    axes[1].set_xlabel("iteration (one forward pass of the model)", color=_INK, fontsize=11, labelpad=8)
-    figure.suptitle(title, x=0.012, ha="left", color=_INK, fontsize=17, fontweight="bold")
-    figure.legend(handles=_legend(), loc="outside lower left", ncols=3, frameon=False, fontsize=10.5, labelcolor=_INK)
+    axes[1].set_xlabel("iteration (one forward pass of the model)", color=INK, fontsize=11, labelpad=8)
+    figure.suptitle(title, x=0.012, ha="left", color=INK, fontsize=17, fontweight="bold")
+    figure.legend(handles=_legend(), loc="outside lower left", ncols=3, frameon=False, fontsize=10.5, labelcolor=INK)
     return figure
 
 
@@ -139,39 +139,39 @@ def _draw_panel(ax: Axes, panel: Panel, end: int) -> None:
         _draw_span(ax, span, end)
     ax.set(xlim=(0, end), ylim=(timeline.num_slots - 0.45, -0.55))
     ax.set_yticks(range(timeline.num_slots), [str(slot + 1) for slot in range(timeline.num_slots)])
-    ax.set_ylabel("batch slot", color=_INK, fontsize=11, labelpad=8)
-    ax.tick_params(length=0, colors=_MUTED, labelbottom=True)
+    ax.set_ylabel("batch slot", color=INK, fontsize=11, labelpad=8)
+    ax.tick_params(length=0, colors=MUTED, labelbottom=True)
     ax.spines[:].set_visible(False)
-    ax.text(0, 1.035, panel.name, transform=ax.transAxes, color=_INK, fontsize=13, fontweight="bold")
-    ax.text(0.215, 1.035, panel.text, transform=ax.transAxes, color=_MUTED, fontsize=11)
+    ax.text(0, 1.035, panel.name, transform=ax.transAxes, color=INK, fontsize=13, fontweight="bold")
+    ax.text(0.215, 1.035, panel.text, transform=ax.transAxes, color=MUTED, fontsize=11)
     figures = f"{timeline.num_iterations} iterations · {panel.seconds:.1f} s · "
     share = ax.text(
-        1, 1.035, f"{timeline.useful_share:.0%} of slots useful", transform=ax.transAxes, color=_INK, fontsize=13, ha="right"
+        1, 1.035, f"{timeline.useful_share:.0%} of slots useful", transform=ax.transAxes, color=INK, fontsize=13, ha="right"
     )
     share.set_fontweight("bold")
-    ax.annotate(figures, (0, 0), xycoords=share, color=_MUTED, fontsize=11, ha="right", va="bottom")
+    ax.annotate(figures, (0, 0), xycoords=share, color=MUTED, fontsize=11, ha="right", va="bottom")
 
 
 def _draw_span(ax: Axes, span: Span, end: int) -> None:
     box = (span.start, span.slot - 0.42), span.stop - span.start, 0.84
     if span.number is None:
-        ax.add_patch(Rectangle(*box, facecolor=_WASTED, edgecolor=_HATCH, hatch="////", linewidth=0))
+        ax.add_patch(Rectangle(*box, facecolor=WASTED, edgecolor=HATCH, hatch="////", linewidth=0))
         return
-    ax.add_patch(Rectangle(*box, facecolor=_colour(span.number, span.kind), linewidth=0))
+    ax.add_patch(Rectangle(*box, facecolor=colour(span.number, span.kind), linewidth=0))
     if span.kind == "prefill":  # where a request begins: a hair of white parts it from the one before
         ax.plot([span.start] * 2, [span.slot - 0.42, span.slot + 0.42], color="white", linewidth=1)
     elif span.stop - span.start > 0.012 * end:
         middle = (span.start + span.stop) / 2
-        ax.text(middle, span.slot, str(span.number + 1), ha="center", va="center", fontsize=8.5, color=_INK)
+        ax.text(middle, span.slot, str(span.number + 1), ha="center", va="center", fontsize=8.5, color=INK)
 
 
 def _draw_saving(ax: Axes, timeline: Timeline, saved: int) -> None:
     end, middle = timeline.num_iterations, (timeline.num_slots - 1) / 2
-    ax.annotate("", (end, middle), (end + saved, middle), arrowprops={"arrowstyle": "-|>", "color": _MUTED, "linewidth": 1.3})
-    ax.text(end + saved / 2, middle - 0.3, f"{saved} iterations fewer", ha="center", va="bottom", color=_MUTED, fontsize=11)
+    ax.annotate("", (end, middle), (end + saved, middle), arrowprops={"arrowstyle": "-|>", "color": MUTED, "linewidth": 1.3})
+    ax.text(end + saved / 2, middle - 0.3, f"{saved} iterations fewer", ha="center", va="bottom", color=MUTED, fontsize=11)
 
 
-def _colour(number: int, kind: Kind) -> tuple[float, float, float]:
+def colour(number: int, kind: Kind) -> tuple[float, float, float]:
     """Each request its own hue (neighbours far apart: steps of the golden ratio); prefill dark, decode light."""
     hue = (0.58 + number * 0.618034) % 1.0
     return colorsys.hls_to_rgb(hue, 0.38, 0.60) if kind == "prefill" else colorsys.hls_to_rgb(hue, 0.76, 0.58)
@@ -179,11 +179,11 @@ def _colour(number: int, kind: Kind) -> tuple[float, float, float]:
 
 def _legend() -> list[Patch]:
     return [
-        Patch(facecolor=_colour(0, "prefill"), label="prefill: reads the prompt, gives the first token"),
-        Patch(facecolor=_colour(0, "decode"), label="decode: one token for one request (its number and colour)"),
+        Patch(facecolor=colour(0, "prefill"), label="prefill: reads the prompt, gives the first token"),
+        Patch(facecolor=colour(0, "decode"), label="decode: one token for one request (its number and colour)"),
         Patch(
-            facecolor=_WASTED,
-            edgecolor=_HATCH,
+            facecolor=WASTED,
+            edgecolor=HATCH,
             hatch="////",
             linewidth=0,
             label="wasted: the slot's request has ended, or there is none",

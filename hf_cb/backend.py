@@ -179,6 +179,8 @@ class ContinuousBatchingBackend(GenerationBackend):
                 if not self._is_detached:
                     raise
                 return self.plain(arguments, seed)  # as a call that came a moment later
+        if self.engine.is_tensor_parallel:
+            raise UnsupportedCallError(f"the engine cannot serve this call ({reason}), and plain generate() needs all ranks")
         if self.config.fallback == "error":
             raise UnsupportedCallError(f"the engine cannot serve this call ({reason}) and fallback='error'")
         self.engine.count_native(reason)
@@ -198,6 +200,8 @@ class ContinuousBatchingBackend(GenerationBackend):
                 return fingerprint, None, str(error)
 
     def _is_fresh(self) -> bool:
+        if self.engine.is_tensor_parallel:  # its layers exchange their weights as they run; and no rank can rebuild alone
+            return True
         return self._fingerprint is not None and self._fingerprint.matches(Fingerprint.of(self.model))
 
     def _refresh(self) -> None:

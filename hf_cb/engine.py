@@ -12,7 +12,13 @@ from typing import Any
 
 from hf_cb.admission import QueueLimits
 from hf_cb.config import CBConfig, ResolvedConfig
-from hf_cb.errors import EngineClosedError, InvalidArgumentError, RequestTooLongError, UnsupportedModelError
+from hf_cb.errors import (
+    EngineClosedError,
+    InvalidArgumentError,
+    RequestTooLongError,
+    UnsupportedCallError,
+    UnsupportedModelError,
+)
 from hf_cb.handle import GenerationHandle, GenerationResult, OutputQueue
 from hf_cb.machinery import Machinery
 from hf_cb.options import Defaults, check_seed, make_request
@@ -131,6 +137,21 @@ class Engine:
         """Whether the calling thread is inside of `with engine.pause()`."""
         return self._worker is not None and self._worker.is_paused_by_caller
 
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether other processes have parts of the model."""
+        return self._served is not None and self._served.machinery.lockstep is not None
+
+    def follow(self) -> None:
+        """Rank 1 and up of a tensor-parallel model: compute what rank 0 schedules, until its engine is shut down.
+
+        Raises EngineDeadError when that engine dies, or a rank is lost.
+        """
+        lockstep = self.served().machinery.lockstep
+        if lockstep is None or lockstep.leads:
+            raise UnsupportedCallError("follow: is for the ranks other than 0 of a tensor-parallel model")
+        self.served().machinery.follow()
+
     def check(self, request: Request) -> None:
         """Refuse what could never be served: the ids, the model's positions, the block pool."""
         served = self.served()
@@ -147,7 +168,9 @@ class Engine:
 
     def submit_all(self, requests: Sequence[Request]) -> list[GenerationHandle]:
         """Queue validated requests, all or none."""
-        self.served()
+        lockstep = self.served().machinery.lockstep
+        if lockstep is not None and not lockstep.leads:
+            raise UnsupportedCallError(f"rank {lockstep.rank} of {lockstep.size} follows: rank 0 takes the requests")
         worker = self._worker
         release_pool()
         queues = [OutputQueue(request) for request in requests]

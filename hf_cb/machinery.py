@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import time
@@ -15,6 +16,7 @@ from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import EngineDeadError, RequestFailedError
 from hf_cb.request import Request
 from hf_cb.runtime.kv_cache import KVCache
+from hf_cb.runtime.lockstep import End, Lockstep, ReleaseKV
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.swap_space import SwapSpace
 from hf_cb.stats import StepRecord
@@ -55,6 +57,7 @@ class Machinery:
     cache: KVCache
     swap_space: SwapSpace | None
     follow_weights: FollowWeights
+    lockstep: Lockstep | None = None  # with the other ranks of a tensor-parallel model
     _has_new: bool = False  # requests, whose callers may have written to the weights before
 
     def add(self, request: Request) -> None:
@@ -108,6 +111,28 @@ class Machinery:
         """Give the KV memory back until the next step. What runs waits, and computes its keys and values again then."""
         self.scheduler.preempt_all()
         self.cache.release()
+        if self.lockstep is not None:
+            self.lockstep.send(ReleaseKV())
+
+    def end(self, error: str | None = None) -> None:
+        """There will be no more steps: let the other ranks go. Calling it again is fine."""
+        if self.lockstep is not None and self.lockstep.leads:
+            with contextlib.suppress(EngineDeadError):  # they are gone already
+                self.lockstep.send(End(error))
+
+    def follow(self) -> None:
+        """Compute what rank 0 computes until it ends. Raises EngineDeadError if it ends by a failure, or a rank is lost."""
+        assert self.lockstep is not None
+        while not isinstance(order := self.lockstep.receive(), End):
+            if isinstance(order, ReleaseKV):
+                self.cache.release()
+                continue
+            if self.cache.is_released:
+                self.cache.restore()
+            self._move_blocks(order.output)
+            self.runner.repeat(order)
+        if order.error is not None:
+            raise EngineDeadError(order.error)
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         """Copy blocks to and from the host and where beams part. What fails here leaves blocks without their content: the

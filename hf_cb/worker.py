@@ -176,7 +176,9 @@ class Worker:
                 self._closing = "drain" if drain else "now"
             self._changed.notify_all()
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None:
+            self.machinery.end()
+        elif thread is not threading.current_thread():
             thread.join(timeout)
 
     def _check_open(self) -> None:
@@ -200,6 +202,7 @@ class Worker:
                 if not self._parked and self.machinery.scheduler.has_work:
                     self._step()
             self._end_all(EngineClosedError("the engine was shut down before this request ended"))
+            self.machinery.end()
         except BaseException as error:
             logger.exception("the engine died")
             self._die(error)
@@ -323,6 +326,7 @@ class Worker:
         error = EngineDeadError(f"the engine died: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         self._end_all(error)
+        self.machinery.end(str(error))
 
     def _end_all(self, error: HFCBError) -> None:
         """Answer everybody. Nothing can come in any more: the door is closed before this is called."""

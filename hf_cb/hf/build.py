@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import weakref
 from collections.abc import Callable
@@ -23,13 +24,15 @@ from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import set_port
 from hf_cb.hf.generate import defaults_of
 from hf_cb.hf.seeds import draw_seed
-from hf_cb.hf.support import Servable, examine
+from hf_cb.hf.support import Servable, UnservableError, examine
+from hf_cb.hf.tensor_parallel import lockstep_of, part_here, uneven_heads
 from hf_cb.hf.twin import shared_tensors
 from hf_cb.hf.weights import WeightWatch
 from hf_cb.machinery import FollowWeights, Look, Machinery
 from hf_cb.options import Defaults
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.kv_layout import KVLayout
+from hf_cb.runtime.lockstep import Lockstep
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
 from hf_cb.runtime.swap_space import SwapSpace
@@ -42,15 +45,18 @@ _COPY_BYTES_PER_SECOND = 4e9  # between device and host, until it is measured
 
 def build(model: Any, config: CBConfig) -> Served:
     """Examine the model and put the twin into service. Raises UnservableError with the reason, or InvalidArgumentError."""
-    servable = examine(model, config.attention_backend, _pack_memory(config), config.block_size)
+    lockstep = lockstep_of(model)
+    servable = _examine(model, config, lockstep)
     layout = KVLayout.of(servable.specs)
     num_groups = len(layout.groups)
     facts = _facts(servable, layout)
     resolved = config.resolve(facts)
+    if lockstep is not None:
+        resolved = _agree(resolved, lockstep)
     cache = _allocate(servable, resolved, facts, layout)
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
-    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups)
+    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep)
     scheduler = Scheduler(
         num_blocks=cache.num_blocks,
         block_size=resolved.block_size,
@@ -71,7 +77,7 @@ def build(model: Any, config: CBConfig) -> Served:
         return Defaults() if current is None else defaults_of(current.generation_config, servable.max_positions)
 
     return Served(
-        machinery=Machinery(scheduler, runner, cache, swap_space, _follower(servable)),
+        machinery=Machinery(scheduler, runner, cache, swap_space, _follower(servable), lockstep),
         config=resolved,
         vocab_size=servable.vocab_size,
         max_positions=servable.max_positions,
@@ -82,6 +88,29 @@ def build(model: Any, config: CBConfig) -> Served:
         defaults=defaults,
         draw_seed=draw_seed,
     )
+
+
+def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None) -> Servable:
+    """As `examine`; the ranks of a tensor-parallel model, which all come here, serve it together or not at all."""
+    if lockstep is None:
+        return examine(model, config.attention_backend, _pack_memory(config), config.block_size)
+    if config.swap_space:
+        raise InvalidArgumentError(f"swap_space: takes 0 for a tensor-parallel model; got {config.swap_space!r}")
+    reason: str | None = None
+    try:
+        servable = examine(model, config.attention_backend, block_size=config.block_size)
+    except UnservableError as error:
+        reason = uneven_heads(model, lockstep.size) or str(error)
+    if not lockstep.least(reason is None):
+        raise UnservableError(reason or "another rank cannot serve its part of it")
+    return servable
+
+
+def _agree(resolved: ResolvedConfig, lockstep: Lockstep) -> ResolvedConfig:
+    """As many blocks as all ranks have room for: a block is the same one everywhere."""
+    num_blocks = lockstep.least(resolved.num_blocks)
+    memory = resolved.kv_cache_memory // resolved.num_blocks * num_blocks
+    return dataclasses.replace(resolved, num_blocks=num_blocks, kv_cache_memory=memory)
 
 
 _POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": FCFS, "priority": Priority, "fair": Fair}
@@ -113,7 +142,7 @@ def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts, l
 
 
 def _follower(servable: Servable) -> FollowWeights:
-    watch = WeightWatch(shared_tensors(servable.twin))
+    watch = WeightWatch(map(part_here, shared_tensors(servable.twin)))
 
     def follow(look: Look) -> bool:
         changed = watch.changed(samples=look is not Look.QUICK)

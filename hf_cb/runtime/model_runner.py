@@ -10,7 +10,8 @@ import torch
 from hf_cb.core.output import ScheduledRow, SchedulerOutput, StepResult
 from hf_cb.request import Choice, Request, TokenNote
 from hf_cb.runtime.beams import Beams
-from hf_cb.runtime.input_batch import InputBatch, build_input_batch
+from hf_cb.runtime.input_batch import InputBatch, Wanted, build_input_batch
+from hf_cb.runtime.lockstep import Lockstep, Step, lost
 from hf_cb.runtime.logprobs import PromptLogprobs
 from hf_cb.runtime.port import AttentionPort
 from hf_cb.runtime.sampler import RowState, sample
@@ -23,14 +24,21 @@ class ModelRunner:
     """Owns what a step needs besides the schedule: the model, its port, the sampling state of each request."""
 
     def __init__(
-        self, forward: Forward, port: AttentionPort, block_size: int, device: torch.device, num_groups: int = 1
+        self,
+        forward: Forward,
+        port: AttentionPort,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        """`num_groups`: of layers, see KVLayout."""
+        """`num_groups`: of layers, see KVLayout. `lockstep`: with the ranks that share the model; None: it is all here."""
         self._forward = forward
         self._port = port
         self._block_size = block_size
         self._device = device
         self._num_groups = num_groups
+        self._lockstep = lockstep
         self._rows: dict[int, RowState] = {}
         self._beams: dict[int, Beams] = {}
         self._prompts: dict[int, PromptLogprobs] = {}  # of requests that want them and have no token yet
@@ -58,6 +66,10 @@ class ModelRunner:
             wanted = {key: prompt.wanted for key, prompt in self._prompts.items()}
             batch = build_input_batch(output, self._block_size, self._device, wanted, self._num_groups)
             began = time.perf_counter()
+            if self._lockstep is not None:
+                self._lockstep.send(
+                    Step(output, {part.request_id: range(part.first, part.first + part.length) for part in batch.prompt_parts})
+                )
             logits = self.forward(batch)
             self.model_seconds = time.perf_counter() - began
             errors = self._note_prompts(batch, logits)
@@ -101,6 +113,12 @@ class ModelRunner:
                 choices[request_id] = choice
         return choices
 
+    def repeat(self, step: Step) -> None:
+        """Compute a step of rank 0 on another rank: keys and values of its heads, its part of every layer."""
+        wanted = {key: _these(positions) for key, positions in step.wanted.items()}
+        with torch.inference_mode():
+            self.forward(build_input_batch(step.output, self._block_size, self._device, wanted, self._num_groups))
+
     def _note_prompts(self, batch: InputBatch, logits: torch.Tensor) -> dict[int, BaseException]:
         errors: dict[int, BaseException] = {}
         end = len(batch.sampling_ids)
@@ -117,8 +135,16 @@ class ModelRunner:
         self._port.begin(batch.steps)
         try:
             return self._forward(batch.input_ids, batch.position_ids, batch.logits_indices)
+        except Exception as error:
+            if self._lockstep is not None:  # the others are in the middle of the step: it can't be tried again
+                raise lost(error) from error
+            raise
         finally:
             self._port.end()
+
+
+def _these(positions: range) -> Wanted:
+    return lambda start, end: positions
 
 
 def _rows_with_nan(logits: torch.Tensor) -> list[int]:

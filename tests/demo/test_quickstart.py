@@ -1,10 +1,10 @@
 import threading
 
 import pytest
+import tiny_chat
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from demo import packaged_model, quickstart
+from demo import quickstart
 from demo.live import Clock
 from demo.prompts import QUESTIONS
 from demo.report import Answer
@@ -37,24 +37,7 @@ def test_a_stopped_clock_ends_its_call():
 
 @pytest.fixture
 def tiny_model(tmp_path):
-    """The packaged tokenizer with a tiny random model behind it."""
-    tokenizer = AutoTokenizer.from_pretrained(packaged_model.prepare())
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.35,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    return tmp_path / "tiny"
+    return tiny_chat.save(tmp_path / "tiny")
 
 
 def test_the_whole_demo_on_a_tiny_model(tiny_model, tmp_path, capsys):
