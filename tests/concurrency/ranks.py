@@ -20,6 +20,7 @@ import hf_cb
 
 PROMPTS = [[1 + (7 * n + 3 * i) % 100 for i in range(1 + (5 * n) % 40)] for n in range(16)]
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
+BEAMS = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3}
 SAMPLED = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.9, "top_k": 20}
 
 
@@ -52,7 +53,9 @@ def answers(model: Any, engine: hf_cb.Engine) -> dict[str, Any]:
     done["after_release"] = [generate(model, prompt, **GREEDY) for prompt in PROMPTS[:3]]
     scored = engine.submit(PROMPTS[3], max_new_tokens=2, prompt_logprobs=0).result()
     done["prompt_logprobs"] = [entry and entry.logprob for entry in scored.prompt_logprobs]
-    done["beams"] = name_of_error(lambda: generate(model, PROMPTS[0], num_beams=2, max_new_tokens=2))
+    with ThreadPoolExecutor(4) as threads:
+        done["beams"] = list(threads.map(lambda prompt: generate(model, prompt, **BEAMS), PROMPTS[4:8]))
+    done["plainly"] = name_of_error(lambda: generate(model, PROMPTS[0], guidance_scale=1.5, max_new_tokens=2))
     done["lead"] = name_of_error(engine.follow)
     stats = engine.stats()
     done["preemptions"], done["native"], done["batch"] = stats.preemptions, dict(stats.native_calls), stats.mean_batch_size
