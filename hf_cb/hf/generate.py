@@ -27,9 +27,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from hf_cb.engine import Engine
 from hf_cb.errors import HFCBError, InvalidArgumentError, RequestFailedError
 from hf_cb.handle import GenerationHandle
+from hf_cb.hf import errand
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
 from hf_cb.hf.rules import GoNativeError, OwnRules, criteria_of_row, processors_of_row
 from hf_cb.hf.sampling import Prompts, split
+from hf_cb.hf.tokenizing import tokenizing
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
@@ -60,6 +62,9 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         return "a dropout layer is in training mode"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on in the calling thread"
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        return "the model's inputs are prepared by something else"  # prompt tuning, say, puts tokens of its own before them
     for name, value in arguments.items():
         if name in _KNOWN_ARGUMENTS or name in _CONFIG_FIELDS or value is None:
             continue
@@ -142,7 +147,9 @@ def with_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     strings, tokenizer = _effective(model, arguments, "stop_strings"), arguments.get("tokenizer")
     if strings is None or tokenizer is None:  # without a tokenizer the error is transformers' own
         return arguments
-    criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)])
+    with tokenizing():
+        criterion = StopStringCriteria(tokenizer, strings)
+    criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
     changed = {**arguments, "stopping_criteria": criteria, "stop_strings": None}
     config = arguments.get("generation_config")
     if config is not None and "stop_strings" not in arguments and model.generation_config.stop_strings is None:
@@ -180,7 +187,7 @@ def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
     processors, params = split(call.processors, bool(config.do_sample), Prompts(call.input_ids.shape[1], padding, eos))
     served = engine.served()
     if params.do_sample and seed is None:
-        seed = served.draw_seed()
+        seed = served.draw_seed() if (own := errand.current()) is None else own.seed()
     requests = [
         Request(prompt, max_new_tokens, eos, replace(params, seed=check_seed((seed or 0) + i)))
         for i, prompt in enumerate(prompts)
@@ -255,6 +262,8 @@ def _run(
     engine: Engine, call: _Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
 ) -> Any:
     handles = engine.submit_all(requests)
+    if (own_errand := errand.current()) is not None:
+        own_errand.hold(handles)
     pad = call.config._pad_token_tensor
     pad_token = int(pad) if pad is not None else 0
     try:
