@@ -102,7 +102,7 @@ class GenerationBackend(abc.ABC):
         with self._plain_lock:
             if (own := errand.current()) is not None:
                 own.check()
-                seed = own.seed() if seed is None else seed
+                seed = own.seed if seed is None else seed
             if seed is None:
                 return self.original(**arguments)
             with seeded(seed):

@@ -20,7 +20,10 @@ Every message names the argument or the limit that it is about.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class HFCBError(Exception):

@@ -9,42 +9,26 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import hashlib
-import threading
 from collections.abc import Iterator, Sequence
 
 from hf_cb.errors import RequestCancelledError
 from hf_cb.handle import GenerationHandle
-from hf_cb.hf.seeds import draw_seed
 
 
-class Seeds:
-    """A seed for each place of a sequence of calls, all from one draw, which is made when the first of them is wanted."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._base: int | None = None
-
-    def at(self, place: int) -> int:
-        """The same for a place whoever asks first, and unlike its neighbours', for the rows of a call count on from it."""
-        with self._lock:
-            if self._base is None:
-                self._base = draw_seed()
-        digest = hashlib.blake2b(f"{self._base} {place}".encode(), digest_size=7).digest()
-        return int.from_bytes(digest, "big")
+def seed_at(base: int, place: int) -> int:
+    """A seed for one of a sequence of calls. Unlike its neighbours', for the rows of a call count on from it."""
+    digest = hashlib.blake2b(f"{base} {place}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
 
 
 class Errand:
     """One such call. All methods may be called from any thread; `cancel` by the garbage collector too, so it takes no lock."""
 
-    def __init__(self, seeds: Seeds, place: int) -> None:
-        self._seeds = seeds
-        self._place = place
+    def __init__(self, seed: int) -> None:
+        """`seed`: for a call that samples and names none."""
+        self.seed = seed
         self._handles: Sequence[GenerationHandle] = ()
         self._is_cancelled = False
-
-    def seed(self) -> int:
-        """For a call that samples and names no seed."""
-        return self._seeds.at(self._place)
 
     def hold(self, handles: Sequence[GenerationHandle]) -> None:
         """Note what the call waits for, for `cancel`."""

@@ -187,7 +187,7 @@ def _requests(engine: Engine, call: _Call, seed: int | None) -> list[Request]:
     processors, params = split(call.processors, bool(config.do_sample), Prompts(call.input_ids.shape[1], padding, eos))
     served = engine.served()
     if params.do_sample and seed is None:
-        seed = served.draw_seed() if (own := errand.current()) is None else own.seed()
+        seed = served.draw_seed() if (own := errand.current()) is None else own.seed
     requests = [
         Request(prompt, max_new_tokens, eos, replace(params, seed=check_seed((seed or 0) + i)))
         for i, prompt in enumerate(prompts)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from hf_cb.hf.errand import Errand, Seeds
+from hf_cb.hf.errand import Errand, seed_at
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,11 +20,11 @@ class InOrder(Generic[T, R]):
 
     At most `limit` items have been read and not been handed out. Reading has a thread of its own: an item that is long in
     coming, from a queue or the net, holds up no result. What `items` or `answer` raise is raised in its place. Nothing goes on
-    once nobody holds this.
+    once nobody holds this. The calls' own seeds follow from `seed`.
     """
 
-    def __init__(self, items: Iterator[T], answer: Callable[[T], R], limit: int) -> None:
-        self._flow = _Flow(items, answer, limit)
+    def __init__(self, items: Iterator[T], answer: Callable[[T], R], limit: int, seed: int) -> None:
+        self._flow = _Flow(items, answer, limit, seed)
         self._ended = False
         weakref.finalize(self, self._flow.close).atexit = False
 
@@ -52,10 +52,10 @@ class InOrder(Generic[T, R]):
 class _Flow(Generic[T, R]):
     """The state that the threads share. They don't hold the iterator, so that its end can be theirs."""
 
-    def __init__(self, items: Iterator[T], answer: Callable[[T], R], limit: int) -> None:
+    def __init__(self, items: Iterator[T], answer: Callable[[T], R], limit: int, seed: int) -> None:
         self._items: Iterator[T] | None = items
         self._answer = answer
-        self._seeds = Seeds()
+        self._seed = seed
         self._errands: set[Errand] = set()
         self._is_started = self._is_closed = False
         # No locks: `close` may be run by the garbage collector, on a thread that holds one. These queues allow for that.
@@ -91,7 +91,7 @@ class _Flow(Generic[T, R]):
         future: Future[R] = Future()
         try:
             item = next(items)
-            errand = Errand(self._seeds, place)
+            errand = Errand(seed_at(self._seed, place))
             self._errands.add(errand)
             self._start_thread(self._run, future, item, errand)
         except StopIteration:

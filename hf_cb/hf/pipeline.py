@@ -24,6 +24,7 @@ from transformers.pipelines.pt_utils import PipelineIterator
 from hf_cb.errors import PipelineItemsError
 from hf_cb.hf import errand
 from hf_cb.hf.in_order import InOrder
+from hf_cb.hf.seeds import draw_seed
 from hf_cb.hf.tokenizing import tokenizing
 
 # Names of forward's parameters that generate() does not see as arguments: the pipeline's own, and the package's.
@@ -191,7 +192,8 @@ class Results:
         work = self._work
         batches = _batches(_prepared(self._inputs, work.prepare), work.batch_size)
         limit = work.batches_in_flight()
-        self._answers = map(work.answer, batches) if limit == 1 else InOrder(batches, work.answer, limit)
+        seed = draw_seed()  # always: the plain pipeline's loader takes a number from torch's generator too
+        self._answers = map(work.answer, batches) if limit == 1 else InOrder(batches, work.answer, limit, seed)
         self._outputs = itertools.chain.from_iterable(self._answers)
         return self
 
