@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -57,17 +59,20 @@ class _Flow(Generic[T, R]):
         self._answer = answer
         self._seed = seed
         self._errands: set[Errand] = set()
-        self._is_started = self._is_closed = False
+        self._is_closed = False
         # No locks: `close` may be run by the garbage collector, on a thread that holds one. These queues allow for that.
         self.room: SimpleQueue[None] = SimpleQueue()
         for _ in range(limit):
             self.room.put(None)
         self.underway: SimpleQueue[Future[R] | None] = SimpleQueue()
+        self._feeder: threading.Thread | None = None
+        self._callers: set[threading.Thread] = set()
+        _flows.add(self)
 
     def start(self) -> None:
-        if not self._is_started:
-            self._is_started = True
-            self._start_thread(self._feed)
+        if self._feeder is None:
+            self._feeder = _thread(self._feed)
+            self._feeder.start()
 
     def close(self) -> None:
         self._is_closed = True
@@ -93,7 +98,7 @@ class _Flow(Generic[T, R]):
             item = next(items)
             errand = Errand(seed_at(self._seed, place))
             self._errands.add(errand)
-            self._start_thread(self._run, future, item, errand)
+            _thread(self._run, future, item, errand).start()
         except StopIteration:
             return False
         except BaseException as error:  # no thread to be had, for one
@@ -102,6 +107,8 @@ class _Flow(Generic[T, R]):
         return True
 
     def _run(self, future: Future[R], item: T, errand: Errand) -> None:
+        caller = threading.current_thread()
+        self._callers.add(caller)
         try:
             if self._is_closed:  # else `close` is still to come, and will find this errand
                 errand.cancel()
@@ -111,8 +118,33 @@ class _Flow(Generic[T, R]):
             future.set_exception(error)
         finally:
             self._errands.discard(errand)
+            self._callers.discard(caller)
 
-    @staticmethod
-    def _start_thread(target: Callable[..., None], *args: Any) -> None:
-        # Daemons: at the interpreter's exit nobody waits for results that nobody will read.
-        threading.Thread(target=target, args=args, name="hf_cb-pipeline", daemon=True).start()
+    def join(self, until: float) -> None:
+        """Wait for the threads of a closed flow, but not long for one that waits for an item."""
+        for caller in list(self._callers):
+            caller.join(max(0.0, until - time.monotonic()))
+        if self._feeder is not None:
+            self._feeder.join(_FEEDER_GRACE)
+
+
+def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    # Daemons: at the interpreter's exit nobody waits for results that nobody will read.
+    return threading.Thread(target=target, args=args, name="hf_cb-pipeline", daemon=True)
+
+
+_flows: weakref.WeakSet[_Flow[Any, Any]] = weakref.WeakSet()
+_GRACE, _FEEDER_GRACE = 10.0, 0.5  # seconds
+
+
+def _close_flows() -> None:
+    # A daemon that the interpreter's end finds in foreign code, a torch operation say, takes the process down with it.
+    flows = list(_flows)
+    for flow in flows:
+        flow.close()
+    until = time.monotonic() + _GRACE
+    for flow in flows:
+        flow.join(until)
+
+
+atexit.register(_close_flows)

@@ -115,8 +115,7 @@ class ServedPipeline(Pipeline):
             batch_size=batch_size,
             batches_in_flight=lambda: _batches_in_flight(server, forward_params, batch_size),
         )
-        results = Results(inputs, work)
-        return results.all() if isinstance(inputs, list) else results
+        return _all(inputs, work) if isinstance(inputs, list) else Results(inputs, work)
 
 
 @functools.cache
@@ -173,62 +172,70 @@ def _attempt(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class Results:
-    """The results of a pipeline over a dataset or a generator, in order, each made ready as it is asked for.
-
-    An item that failed raises its error in its place; the next `next` goes on with the rest. Iterating again begins again.
-    """
+    """What an installed pipeline returns for a dataset or a generator: the results in order, made as they are asked for."""
 
     def __init__(self, inputs: Any, work: _Work) -> None:
         self._inputs = inputs
         self._work = work
-        self._answers: Iterator[list[Any]] = iter(())  # for one batch after the other
-        self._outputs: Iterator[Any] = iter(())
+        self._latest: Iteration | None = None
 
     def __len__(self) -> int:
         return len(self._inputs)
 
-    def __iter__(self) -> Results:
-        self.close()
-        work = self._work
-        batches = _batches(_prepared(self._inputs, work.prepare), work.batch_size)
+    def __iter__(self) -> Iteration:
+        is_new = self._latest is None or iter(self._inputs) is not self._inputs  # a generator can only be gone on with
+        if self._latest is None or is_new:
+            self._latest = Iteration(self._inputs, self._work)
+        return self._latest
+
+
+class Iteration:
+    """One way through the results. An item that failed raises its error in its place; the next `next` goes on with the rest."""
+
+    def __init__(self, inputs: Any, work: _Work) -> None:
+        batches = _batches(_prepared(inputs, work.prepare), work.batch_size)
         limit = work.batches_in_flight()
         seed = draw_seed()  # always: the plain pipeline's loader takes a number from torch's generator too
-        self._answers = map(work.answer, batches) if limit == 1 else InOrder(batches, work.answer, limit, seed)
-        self._outputs = itertools.chain.from_iterable(self._answers)
+        self._in_order = InOrder(batches, work.answer, limit, seed) if limit > 1 else None
+        self._outputs = itertools.chain.from_iterable(self._in_order or map(work.answer, batches))
+        self._finish = work.finish
+
+    def __iter__(self) -> Iteration:
         return self
 
     def __next__(self) -> Any:
         outcome = next(self._outputs)
         if not isinstance(outcome, _Failed):
-            outcome = _attempt(self._work.finish, outcome)
+            outcome = _attempt(self._finish, outcome)
         if isinstance(outcome, _Failed):
             raise outcome.error
         return outcome
 
-    def all(self) -> list[Any]:
-        """Every result. Raises PipelineItemsError, when all are done, if items failed."""
-        outcomes: list[Any] = []
-        errors: dict[int, Exception] = {}
-        iter(self)
-        while True:
-            try:
-                outcomes.append(next(self))
-            except StopIteration:
-                break
-            except Exception as error:
-                errors[len(outcomes)] = error
-                outcomes.append(error)
-            except BaseException:  # Ctrl-C
-                self.close()
-                raise
-        if errors:
-            raise PipelineItemsError(outcomes, errors) from next(iter(errors.values()))
-        return outcomes
-
     def close(self) -> None:
         """Cancel what is underway. What is dropped is closed by itself."""
-        if isinstance(self._answers, InOrder):
-            self._answers.close()
+        if self._in_order is not None:
+            self._in_order.close()
+
+
+def _all(inputs: list[Any], work: _Work) -> list[Any]:
+    """Every result. Raises PipelineItemsError, when all are done, if items failed."""
+    outcomes: list[Any] = []
+    errors: dict[int, Exception] = {}
+    results = Iteration(inputs, work)
+    while True:
+        try:
+            outcomes.append(next(results))
+        except StopIteration:
+            break
+        except Exception as error:
+            errors[len(outcomes)] = error
+            outcomes.append(error)
+        except BaseException:  # Ctrl-C
+            results.close()
+            raise
+    if errors:
+        raise PipelineItemsError(outcomes, errors) from next(iter(errors.values()))
+    return outcomes
 
 
 def _prepared(inputs: Any, prepare: Callable[[Any], Any]) -> Iterator[Any]:
