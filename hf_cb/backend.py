@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -35,6 +36,7 @@ from hf_cb.hf.pipeline import ServedPipeline, model_of, restore_pipeline, serve_
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.seeds import seeded
 from hf_cb.hf.support import UnservableError
+from hf_cb.hf.tokenizing import tokenizing
 from hf_cb.hf.twin import Fingerprint
 from hf_cb.options import check_seed, make_service
 from hf_cb.request import Service
@@ -99,6 +101,9 @@ class GenerationBackend(abc.ABC):
 
     def plain(self, arguments: dict[str, Any], seed: int | None = None) -> Any:
         """The model's own generate, one call at a time. With a seed, torch's global generators are as they were afterwards."""
+        if (tokenizer := arguments.get("tokenizer")) is not None:
+            with tokenizing():  # others may be using it, and this call can't be made to wait for the lock where it does
+                arguments = {**arguments, "tokenizer": copy.deepcopy(tokenizer)}
         with self._plain_lock:
             if (own := errand.current()) is not None:
                 own.check()

@@ -22,7 +22,7 @@ from hf_cb.hf.attention import set_port
 from hf_cb.hf.generate import defaults_of
 from hf_cb.hf.seeds import draw_seed
 from hf_cb.hf.support import Servable, examine
-from hf_cb.hf.twin import shared_tensors
+from hf_cb.hf.twin import merge_notes, shared_tensors
 from hf_cb.hf.weights import WeightWatch
 from hf_cb.machinery import FollowWeights, Look, Machinery
 from hf_cb.options import Defaults
@@ -108,7 +108,7 @@ def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts) -
 
 
 def _follower(servable: Servable) -> FollowWeights:
-    watch = WeightWatch(shared_tensors(servable.twin))
+    watch = WeightWatch(shared_tensors(servable.twin), merge_notes(servable.twin))
 
     def follow(look: Look) -> bool:
         changed = watch.changed(samples=look is not Look.QUICK)

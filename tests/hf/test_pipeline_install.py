@@ -119,11 +119,14 @@ WAYS: list[dict[str, Any]] = [
     {"truncation": True, "tokenizer_encode_kwargs": {"max_length": 8, "padding": "max_length"}},
 ]
 
+NATIVE: dict[str, Any] = {"stop_sequence": "w50", "num_beams": 2}
+
 
 def test_one_tokenizer_on_many_threads() -> None:
     """Each call sets the tokenizer's padding and truncation anew: what another thread tokenizes then must not get them."""
     with pipes() as made:
-        calls = [(TEXTS[i % len(TEXTS)], WAYS[i % len(WAYS)]) for i in range(60)]
+        ways = [*WAYS, NATIVE]
+        calls = [(TEXTS[i % len(TEXTS)], ways[i % len(ways)]) for i in range(63)]
         want = [made.plain(text, **GREEDY, **way) for text, way in calls]
         with ThreadPoolExecutor(12) as threads:
             got = [threads.submit(made.served, text, **GREEDY, **way) for text, way in calls]
@@ -140,7 +143,7 @@ def test_the_tokenizer_is_used_by_one_thread_at_a_time(monkeypatch: pytest.Monke
             own = getattr(cls, name)
 
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if threading.current_thread() is not threading.main_thread() and _is_free():
+                if self is made.served.tokenizer and _is_free():
                     unlocked.append(name)
                 return own(self, *args, **kwargs)
 
@@ -150,7 +153,13 @@ def test_the_tokenizer_is_used_by_one_thread_at_a_time(monkeypatch: pytest.Monke
             monkeypatch.setattr(cls, name, noted(name))
         chat = [{"role": "user", "content": TEXTS[0]}]
         with ThreadPoolExecutor(2) as threads:
-            for inputs, way in ((TEXTS[0], {}), (chat, {}), (TEXTS, {}), *((TEXTS[1], way) for way in WAYS)):
+            for inputs, way in (
+                (TEXTS[0], {}),
+                (chat, {}),
+                (TEXTS, {}),
+                *((TEXTS[1], way) for way in WAYS),
+                (TEXTS[2], NATIVE),
+            ):
                 threads.submit(made.served, inputs, **GREEDY, **way).result()
         assert not unlocked
 
