@@ -1,6 +1,6 @@
 """lm-eval on an installed model: `make evaluate`, or `python -m integrations.evaluation` where lm-eval is installed.
 
-The same tasks with lm-eval's own model, plain and in padded batches, and with `ServedLM` on the model with an engine: answers and
+The same tasks with lm-eval's own model, plain and in padded batches, and with `ServedLM` on an installed model: answers and
 scores side by side, and the seconds that the answers took. It fails if an answer differs from that of the plain model.
 """
 
