@@ -52,8 +52,8 @@ class Step:
 
     reward: float  # mean over the samples, before the update
     rewards: tuple[float, ...]
-    difference: float  # most by which a log-probability of the engine's differs from the trainer's for the same weights
-    moved: float  # most by which the update then changed one: what the difference would be if the engine had the old weights
+    difference: float  # between the engine's log-probability of a token and the trainer's, for the same weights, on average
+    moved: float  # by how much the update then changed one: the difference if the engine went on with the old weights
     example: str  # the best text
 
 
@@ -75,15 +75,17 @@ def train(
         for number in bar:
             groups = sample(engine, tokenizer, prompts, reward, args, seed=args.seed + number * 10_000)
             samples = [one for group in groups for one in group]
-            logprobs, difference = score(model, samples)
+            logprobs = score(model, samples)
+            difference = _mean_difference(logprobs, torch.tensor([one.logprobs for one in samples]))
             loss = -(logprobs.sum(1) * advantages(groups)).mean() / args.new_tokens
             loss.backward()
             nn.utils.clip_grad_norm_(weights, 1.0)
             with engine.pause():  # no step of the engine sees half of the update
                 optimizer.step()
             optimizer.zero_grad()
+            few = samples[:: args.samples]  # one of each prompt
             with torch.no_grad():
-                moved = (score(model, samples)[0] - logprobs).abs().max().item()
+                moved = _mean_difference(score(model, few), logprobs[:: args.samples])
             rewards = tuple(one.reward for one in samples)
             best = max(samples, key=lambda one: one.reward)
             steps.append(Step(sum(rewards) / len(rewards), rewards, difference, moved, best.text))
@@ -132,17 +134,19 @@ def advantages(groups: Sequence[Sequence[Sample]]) -> torch.Tensor:
     return found / (found.std() + 1e-6)
 
 
-def score(model: Any, samples: Sequence[Sample]) -> tuple[torch.Tensor, float]:
-    """Log-probabilities [N, new tokens] of the outputs under the model's weights now, and the most that the engine's differ."""
+def score(model: Any, samples: Sequence[Sample]) -> torch.Tensor:
+    """Log-probabilities [N, new tokens] of the outputs under the model's weights now, by a forward pass over padded rows."""
     longest = max(len(one.prompt) for one in samples)
     ids = torch.tensor([[0] * (longest - len(one.prompt)) + [*one.prompt, *one.tokens] for one in samples])
     mask = torch.tensor([[0] * (longest - len(one.prompt)) + [1] * (len(one.prompt) + len(one.tokens)) for one in samples])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     new = ids[:, longest:]
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=new.shape[1] + 1).logits
-    logprobs = logits[:, :-1].float().log_softmax(-1).gather(2, new[..., None])[..., 0]
-    engines = torch.tensor([one.logprobs for one in samples])
-    return logprobs, (logprobs.detach() - engines).abs().max().item()
+    return logits[:, :-1].float().log_softmax(-1).gather(2, new[..., None])[..., 0]
+
+
+def _mean_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().mean().item()
 
 
 def draw(steps: Sequence[Step], title: str, file: Path) -> None:
@@ -156,12 +160,12 @@ def draw(steps: Sequence[Step], title: str, file: Path) -> None:
     above.set_ylabel("share of words that begin with S")
     above.set_ylim(-0.02, 1.02)
     above.set_title(title, fontsize="medium")
-    below.semilogy(x, [step.moved for step in steps], color="#7f7f7f", label="an update moves the log-probabilities by up to")
+    below.semilogy(x, [step.moved for step in steps], color="#7f7f7f", label="an update moves a token's log-probability by")
     below.semilogy(
-        x, [step.difference for step in steps], color="#d62728", label="the engine's differ from the updated model's by up to"
+        x, [step.difference for step in steps], color="#d62728", label="the engine's differs from the updated model's by"
     )
     below.set_xlabel("update")
-    below.set_ylabel("nats")
+    below.set_ylabel("nats, mean over tokens")
     for axes in (above, below):
         axes.legend(frameon=False, fontsize="small", loc="upper left" if axes is above else "center right")
         axes.grid(alpha=0.25)
@@ -187,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = train(model, tokenizer, PROMPTS, share_of_s, args)
     for number in (0, len(steps) - 1):
         print(f"update {number + 1}: reward {steps[number].reward:.2f}, best text:{steps[number].example!r}")
-    print(f"engine and trainer differ by at most {max(step.difference for step in steps):.1e} nats for the same weights")
+    means = [sum(values) / len(steps) for values in zip(*((step.moved, step.difference) for step in steps), strict=True)]
+    print("a token's log-probability: an update moves it by {:.1e}, engine and trainer differ by {:.1e}".format(*means))
     name = args.model or "SmolLM2-135M-Instruct"
     draw(steps, f"{name}: policy gradient, {args.samples * len(PROMPTS)} texts an update, sampled by hf_cb", args.picture)
     print(f"picture: {args.picture}")
