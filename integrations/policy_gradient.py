@@ -1,15 +1,14 @@
 """A training loop that alternates generation and weight updates: `python -m integrations.policy_gradient`.
 
-Policy gradient (REINFORCE with the other samples of a prompt as baseline; Kool et al., 2019): the model writes on, each text is
-rewarded by the share of its words that begin with an S, and the weights are updated in place, while the engine is paused. The
-engine then samples from the new weights, with nothing to be copied or loaded, and the figures show that it does: the
-log-probabilities that it reports are those that the trainer computes with the updated model. The curve goes to a picture.
+Policy gradient (REINFORCE with the other samples of a prompt as baseline; Kool et al., 2019): the model writes on, each token
+that begins a word with an S is rewarded, and the weights are updated in place, while the engine is paused. The engine then
+samples from the new weights, with nothing to be copied or loaded, and the figures show that it does: the log-probabilities that
+it reports are those that the trainer computes with the updated model. The curve goes to a picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,27 +22,23 @@ from tqdm import tqdm
 import hf_cb
 from demo.packaged_model import load
 
-PROMPTS = (
-    "The weather today is",
-    "My favourite animal is",
-    "In the garden we found",
-    "The old sailor told us",
-    "On Sunday morning they",
-    "At the market you can buy",
-    "The children are playing with",
-    "When the sun goes down,",
-)
+PROMPTS = ("The weather today is", "In the garden we found", "The old sailor told us", "At the market you can buy")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One text: token ids, the engine's log-probability of each token of the output, and what it is worth."""
+    """One text: token ids; of each token of the output the engine's log-probability and the reward."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    rewards: tuple[float, ...]
     text: str
-    reward: float
+
+    @property
+    def reward(self) -> float:
+        """The mean over its tokens."""
+        return sum(self.rewards) / len(self.rewards)
 
 
 @dataclass(frozen=True)
@@ -57,10 +52,9 @@ class Step:
     example: str  # the best text
 
 
-def share_of_s(text: str) -> float:
-    """The share of the words that begin with an S; 0 of none."""
-    words = text.split()
-    return sum(word.lstrip("\"'(").lower().startswith("s") for word in words) / max(1, len(words))
+def begins_with_s(piece: str) -> float:
+    """What a token is worth: whether its text begins a word with an S."""
+    return float(piece.lower().startswith(" s"))
 
 
 def train(
@@ -77,7 +71,7 @@ def train(
             samples = [one for group in groups for one in group]
             logprobs = score(model, samples)
             difference = _mean_difference(logprobs, torch.tensor([one.logprobs for one in samples]))
-            loss = -(logprobs.sum(1) * advantages(groups)).mean() / args.new_tokens
+            loss = -(logprobs * advantages(groups, args.discount)).mean()
             loss.backward()
             nn.utils.clip_grad_norm_(weights, 1.0)
             with engine.pause():  # no step of the engine sees half of the update
@@ -111,26 +105,27 @@ def sample(
         [engine.submit(prompt, temperature=1.0, seed=seed + 100 * i + j, **options) for j in range(args.samples)]
         for i, prompt in enumerate(ids)
     ]
-    groups = []
+    groups: list[list[Sample]] = []
     for prompt, group in zip(ids, handles, strict=True):
-        results = [handle.result() for handle in group]
-        texts = [tokenizer.decode(result.tokens, skip_special_tokens=True) for result in results]
-        groups.append(
-            [
-                Sample(tuple(prompt), found.tokens, tuple(one.logprob for one in found.logprobs or ()), text, reward(text))
-                for found, text in zip(results, texts, strict=True)
-            ]
-        )
+        groups.append([])
+        for result in (handle.result() for handle in group):
+            logprobs = tuple(one.logprob for one in result.logprobs or ())
+            rewards = tuple(reward(tokenizer.decode([token])) for token in result.tokens)
+            groups[-1].append(Sample(tuple(prompt), result.tokens, logprobs, rewards, tokenizer.decode(result.tokens)))
     return groups
 
 
-def advantages(groups: Sequence[Sequence[Sample]]) -> torch.Tensor:
-    """[N]: each sample's reward less the mean of its prompt's other samples, over all scaled to a deviation of one."""
+def advantages(groups: Sequence[Sequence[Sample]], discount: float) -> torch.Tensor:
+    """[N, new tokens]: the discounted rewards from each token on, less their mean over the prompt's other samples at the same
+    place; over all scaled to a deviation of one.
+    """
     values = []
     for group in groups:
-        total = sum(one.reward for one in group)
-        values += [one.reward - (total - one.reward) / (len(group) - 1) for one in group]
-    found = torch.tensor(values)
+        returns = torch.tensor([one.rewards for one in group])
+        for place in reversed(range(returns.shape[1] - 1)):
+            returns[:, place] += discount * returns[:, place + 1]
+        values.append(returns - (returns.sum(0) - returns) / (len(group) - 1))
+    found = torch.cat(values)
     return found / (found.std() + 1e-6)
 
 
@@ -157,7 +152,7 @@ def draw(steps: Sequence[Step], title: str, file: Path) -> None:
     for number, step in zip(x, steps, strict=True):
         above.scatter([number] * len(step.rewards), step.rewards, s=10, color="#7fb2dd", alpha=0.45, linewidths=0)
     above.plot(x, [step.reward for step in steps], color="#1f77b4", linewidth=2.2, label="mean of the samples (dots: each)")
-    above.set_ylabel("share of words that begin with S")
+    above.set_ylabel("tokens that begin a word with S")
     above.set_ylim(-0.02, 1.02)
     above.set_title(title, fontsize="medium")
     below.semilogy(x, [step.moved for step in steps], color="#7f7f7f", label="an update moves a token's log-probability by")
@@ -177,18 +172,18 @@ def draw(steps: Sequence[Step], title: str, file: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m integrations.policy_gradient", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="an id or a folder; default: the packaged SmolLM2-135M-Instruct")
-    parser.add_argument("--steps", type=int, default=40, help="updates")
-    parser.add_argument("--samples", type=int, default=6, help="texts per prompt and update")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=10, help="train the last so many")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--steps", type=int, default=30, help="updates")
+    parser.add_argument("--samples", type=int, default=8, help="texts per prompt and update")
+    parser.add_argument("--new-tokens", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=8, help="train the last so many")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--discount", type=float, default=0.5, help="of a reward that comes a token later")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path, default=Path("out/policy_gradient.png"))
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
-    random.seed(args.seed)
     model, tokenizer = load(args.model)
-    steps = train(model, tokenizer, PROMPTS, share_of_s, args)
+    steps = train(model, tokenizer, PROMPTS, begins_with_s, args)
     for number in (0, len(steps) - 1):
         print(f"update {number + 1}: reward {steps[number].reward:.2f}, best text:{steps[number].example!r}")
     means = [sum(values) / len(steps) for values in zip(*((step.moved, step.difference) for step in steps), strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -157,6 +158,20 @@ def test_native_calls_that_nobody_waits_for_don_t_run(both: Pipes) -> None:
     del vars(both.served.model)["prepare_inputs_for_generation"]
     wait_until(lambda: not any(thread.name == "hf_cb-pipeline" for thread in threading.enumerate()))
     assert calls == 1
+
+
+def test_an_interrupted_list_is_cancelled(long_one: Pipes) -> None:
+    def interrupt() -> None:
+        wait_until(lambda: long_one.engine.stats().running == len(TEXTS))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            long_one.served(TEXTS, do_sample=False, max_new_tokens=LONG)
+        done.result()
+    wait_until(lambda: not long_one.engine.stats().running)  # though the traceback still holds what was underway
+    assert caught.tb is not None
 
 
 def test_nobody_waits_for_results_at_exit() -> None:
