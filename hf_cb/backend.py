@@ -367,7 +367,8 @@ def uninstall(model: PreTrainedModel | Pipeline | nn.Module) -> None:
             raise NotInstalledError("model: it has no generation backend")
         backend.restore()
         for pipe in list(backend.pipelines):
-            restore_pipeline(pipe)
+            if installed_backend(pipe) is None:  # one may have got another model, which is installed too
+                restore_pipeline(pipe)
     backend.detach()
 
 

@@ -54,6 +54,7 @@ def model_of(target: Any) -> Any:
 
 def serve_pipeline(pipe: Pipeline, server_of: Callable[[Any], Server | None]) -> None:
     """Let the pipeline's calls share batches wherever its model has a server."""
+    restore_pipeline(pipe)  # its model may be another one now
     pipe.__class__ = _served(type(pipe), server_of)
 
 

@@ -54,6 +54,24 @@ def test_pipelines_of_one_model() -> None:
     assert type(first) is type(second) is TextGenerationPipeline
 
 
+def test_a_pipeline_that_is_given_another_model() -> None:
+    pipe, other = pipe_of(), models.tiny("gpt2")
+    old = pipe.model
+    engine = hf_cb.install(pipe)
+    pipe.model = other
+    with pytest.raises(hf_cb.NotInstalledError):
+        hf_cb.get_engine(pipe)
+    want = pipe_of("gpt2")(TEXTS, **GREEDY)
+    assert pipe(TEXTS, **GREEDY) == want  # plainly
+    assert hf_cb.install(pipe) is not engine
+    assert pipe(TEXTS, **GREEDY) == want
+    hf_cb.uninstall(old)
+    assert hf_cb.get_engine(pipe) is not None
+    assert type(pipe) is not TextGenerationPipeline
+    hf_cb.uninstall(other)
+    assert type(pipe) is TextGenerationPipeline
+
+
 def test_a_pipeline_joins_an_installed_model_but_does_not_change_its_settings() -> None:
     pipe = pipe_of()
     engine = hf_cb.install(pipe.model)
