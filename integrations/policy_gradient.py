@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import nn
 from tqdm import tqdm
 
@@ -160,6 +161,7 @@ def draw(steps: Sequence[Step], title: str, file: Path) -> None:
         x, [step.difference for step in steps], color="#d62728", label="the engine's differs from the updated model's by"
     )
     below.set_xlabel("update")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
     below.set_ylabel("nats, mean over tokens")
     for axes in (above, below):
         axes.legend(frameon=False, fontsize="small", loc="upper left" if axes is above else "center right")
@@ -172,11 +174,11 @@ def draw(steps: Sequence[Step], title: str, file: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m integrations.policy_gradient", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="an id or a folder; default: the packaged SmolLM2-135M-Instruct")
-    parser.add_argument("--steps", type=int, default=30, help="updates")
+    parser.add_argument("--steps", type=int, default=20, help="updates")
     parser.add_argument("--samples", type=int, default=8, help="texts per prompt and update")
     parser.add_argument("--new-tokens", type=int, default=10)
     parser.add_argument("--layers", type=int, default=8, help="train the last so many")
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--discount", type=float, default=0.5, help="of a reward that comes a token later")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path, default=Path("out/policy_gradient.png"))
