@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", help="an id or a folder; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--new-tokens", type=int, default=32, help="at most")
+    parser.add_argument("--new-tokens", type=int, default=48, help="at most")
     parser.add_argument("--repeats", type=int, default=2, help="rounds; medians are reported")
     parser.add_argument("--padded", type=int, default=8, help="batch_size of the padded plain pipeline; 1: without it")
     parser.add_argument("--seed", type=int, default=0)
