@@ -31,7 +31,7 @@ from hf_cb.hf import errand
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
 from hf_cb.hf.rules import GoNativeError, OwnRules, criteria_of_row, processors_of_row
 from hf_cb.hf.sampling import Prompts, split
-from hf_cb.hf.tokenizing import tokenizing
+from hf_cb.hf.tokenizing import stop_string_criterion
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
@@ -147,8 +147,7 @@ def with_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     strings, tokenizer = _effective(model, arguments, "stop_strings"), arguments.get("tokenizer")
     if strings is None or tokenizer is None:  # without a tokenizer the error is transformers' own
         return arguments
-    with tokenizing():
-        criterion = StopStringCriteria(tokenizer, strings)
+    criterion = stop_string_criterion(tokenizer, strings)
     criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
     changed = {**arguments, "stopping_criteria": criteria, "stop_strings": None}
     config = arguments.get("generation_config")
