@@ -114,7 +114,9 @@ class ServedPipeline(Pipeline):
             forward=forward,
             finish=lambda outputs: self.postprocess(outputs, **postprocess_params),
             batch_size=batch_size,
-            batches_in_flight=lambda: _batches_in_flight(server, forward_params, batch_size),
+            batches_in_flight=lambda: (
+                1 if _is_written_to(self.model) else _batches_in_flight(server, forward_params, batch_size)
+            ),
         )
         return _all(inputs, work) if isinstance(inputs, list) else Results(inputs, work)
 
@@ -123,6 +125,12 @@ class ServedPipeline(Pipeline):
 def _served(cls: type[Pipeline], server_of: Callable[[Any], Server | None]) -> type[ServedPipeline]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (ServedPipeline, cls), {**names, "own_class": cls, "server_of": staticmethod(server_of)})
+
+
+def _is_written_to(model: Any) -> bool:
+    """Whether generate of this PeftModel changes methods of the transformers model while it runs, as with virtual tokens."""
+    base = model_of(model)
+    return base is not model and getattr(model, "base_model", None) is base
 
 
 def _batches_in_flight(server: Server, forward_params: dict[str, Any], batch_size: int) -> int:

@@ -271,10 +271,20 @@ def test_an_adapter_for_each_row_runs_natively() -> None:
         both.same()
 
 
-def test_a_pipeline_with_adapters() -> None:
-    def pipe(model: PeftModel) -> TextGenerationPipeline:
-        return TextGenerationPipeline(model=model, tokenizer=word_tokenizer(), device="cpu")
+def pipe(model: PeftModel) -> TextGenerationPipeline:
+    return TextGenerationPipeline(model=model, tokenizer=word_tokenizer(), device="cpu")
 
+
+def test_a_pipeline_with_virtual_tokens() -> None:
+    """PEFT's generate exchanges a method of the model while it runs: calls of it must not overlap."""
+    config = PromptTuningConfig(num_virtual_tokens=5, **KIND)
+    plain, served = (pipe(with_adapters(config, None)) for _ in range(2))
+    prompts = [f"w{i} w{i + 1} w9" for i in range(4, 20)]
+    with hf_cb.continuous_batching(served):
+        assert served(prompts, do_sample=False, max_new_tokens=6) == plain(prompts, do_sample=False, max_new_tokens=6)
+
+
+def test_a_pipeline_with_adapters() -> None:
     plain, served = pipe(with_adapters()), pipe(with_adapters())
     prompts = ["w4 w5 w6", "w90", "w7 w8 w9 w10 w11"]
     with hf_cb.continuous_batching(served) as engine:
