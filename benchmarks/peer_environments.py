@@ -1,4 +1,4 @@
-"""Environments of the peers that can't share this one: a virtual environment for each, in the user's cache.
+"""Environments of what can't share this one, peers and lm-eval: a virtual environment for each, in the user's cache.
 
 python -m benchmarks.peer_environments vllm openvino
 """
@@ -34,6 +34,8 @@ ENVIRONMENTS: Mapping[str, Environment] = {
     "openvino": Environment(
         ("torch==2.13.0", "openvino-genai==2026.4.*", "optimum-intel[openvino]==2.2.*"), unwanted=("torchvision",)
     ),
+    # With what this project needs: it runs there from its folder.
+    "lm_eval": Environment(("torch==2.13.0", "transformers==5.24.*", "accelerate==1.15.*", "tqdm", "lm_eval==0.4.13")),
 }
 
 

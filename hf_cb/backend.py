@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import Pipeline, PreTrainedModel
 
 from hf_cb.config import CBConfig
 from hf_cb.engine import Engine, Served
@@ -27,11 +29,14 @@ from hf_cb.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from hf_cb.hf import errand
 from hf_cb.hf.build import build
 from hf_cb.hf.generate import call_arguments, generate, why_native
+from hf_cb.hf.pipeline import ServedPipeline, model_of, restore_pipeline, serve_pipeline
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.seeds import seeded
 from hf_cb.hf.support import UnservableError
+from hf_cb.hf.tokenizing import tokenizing
 from hf_cb.hf.twin import Fingerprint
 from hf_cb.options import check_seed, make_service
 from hf_cb.request import Service
@@ -40,7 +45,7 @@ from hf_cb.runtime.threads import release_pool
 logger = logging.getLogger("hf_cb")
 
 ENTRY_POINT_GROUP = "hf_cb.backends"
-
+_ROWS_IN_FLIGHT = 128  # of one caller with many: enough for full batches, few enough for a thread each
 
 _live: weakref.WeakSet[GenerationBackend] = weakref.WeakSet()
 
@@ -58,6 +63,7 @@ class GenerationBackend(abc.ABC):
         self.config = config
         self._model = weakref.ref(model)
         self._own_generate: Callable[..., Any] | None = vars(model).get("generate")  # as models with custom code may have
+        self.pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()  # that use it
         self.renew_locks()
         _live.add(self)
 
@@ -89,9 +95,19 @@ class GenerationBackend(abc.ABC):
     def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
         """Answer one call of `model.generate(**arguments)`; `service` says how soon and for whom."""
 
+    def rows_in_flight(self, call: dict[str, Any]) -> int:
+        """How many rows of such calls a pipeline may have underway from this thread; 1: one call at a time, on this thread."""
+        return 1
+
     def plain(self, arguments: dict[str, Any], seed: int | None = None) -> Any:
         """The model's own generate, one call at a time. With a seed, torch's global generators are as they were afterwards."""
+        if (tokenizer := arguments.get("tokenizer")) is not None:
+            with tokenizing():  # others may be using it, and this call can't be made to wait for the lock where it does
+                arguments = {**arguments, "tokenizer": copy.deepcopy(tokenizer)}
         with self._plain_lock:
+            if (own := errand.current()) is not None:
+                own.check()
+                seed = own.seed if seed is None else seed
             if seed is None:
                 return self.original(**arguments)
             with seeded(seed):
@@ -189,6 +205,14 @@ class ContinuousBatchingBackend(GenerationBackend):
             return self.plain(arguments, seed)
         finally:
             release_pool()
+
+    def rows_in_flight(self, call: dict[str, Any]) -> int:
+        """Twice what a batch holds: those at the end of one wait for the slowest before them."""
+        self.engine.refuse_own_thread("generate")
+        config = self.engine.config
+        if config is None or self.engine.is_paused_by_caller or self.why_not(call) is not None:
+            return 1
+        return min(_ROWS_IN_FLIGHT, 2 * config.max_batch_size, self.config.max_queue_size or _ROWS_IN_FLIGHT)
 
     def _build(self) -> tuple[Fingerprint, Served | None, str | None]:
         with self._plain_lock:  # a plain call in flight may have switched the model's settings for its duration
@@ -301,41 +325,61 @@ if hasattr(os, "register_at_fork"):  # the threads that hold them are not in the
 
 
 def install(
-    model: PreTrainedModel, config: CBConfig | None = None, *, backend: str = "continuous_batching", **options: Any
+    model: PreTrainedModel | Pipeline | nn.Module,
+    config: CBConfig | None = None,
+    *,
+    backend: str = "continuous_batching",
+    **options: Any,
 ) -> Engine | None:
     """Put a generation backend behind `model.generate()` and return its engine (None for a backend that has none).
 
-    `config`, or CBConfig's fields as `options`, sets it up. Nothing of the model changes but its attribute `generate`, and
-    `uninstall` takes that away again.
+    `model` may be a PeftModel; or a pipeline, whose items then share batches too. `config`, or CBConfig's fields as `options`,
+    sets the backend up. Nothing of the model changes but its attribute `generate`, of a pipeline but its class, and `uninstall`
+    undoes both. A pipeline whose model has a backend already joins that, if it asks for none of its own.
 
     Raises UnsupportedModelError for what is not a generative transformers model, AlreadyInstalledError, InvalidArgumentError.
     """
-    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
-        raise UnsupportedModelError(f"model: takes a transformers model that can generate; got {type(model).__name__}")
+    target, pipe = model_of(model), model if isinstance(model, Pipeline) else None
+    if not (isinstance(target, PreTrainedModel) and target.can_generate()):
+        raise UnsupportedModelError(f"model: takes a transformers model that can generate; got {type(target).__name__}")
     settings = CBConfig.make(config, **options)
     cls = _find_backend(backend)
     with _install_lock:
-        if installed_backend(model) is not None:
+        made = installed_backend(target)
+        joins = pipe is not None and not isinstance(pipe, ServedPipeline) and not options and config is None
+        if made is not None and not (joins and type(made) is cls):
             raise AlreadyInstalledError("model: it has a generation backend already; uninstall(model) takes it away")
-        made = cls(model, settings)
-        made.attach()
-        vars(model)["generate"] = _Generate(model, made)
+        if made is None:
+            made = cls(target, settings)
+            made.attach()
+            vars(target)["generate"] = _Generate(target, made)
+        if pipe is not None:
+            serve_pipeline(pipe, installed_backend)
+            made.pipelines.add(pipe)
     release_pool()  # often the main thread, which loaded the model with it and will do no more than wait
     return made.engine
 
 
-def uninstall(model: PreTrainedModel) -> None:
-    """Take the backend away: requests in flight are finished, then `vars(model)` is what it was. Raises NotInstalledError."""
+def uninstall(model: PreTrainedModel | Pipeline | nn.Module) -> None:
+    """Take the backend away: requests in flight are finished, then `vars(model)` is what it was. Raises NotInstalledError.
+
+    From a pipeline too, and from all pipelines of the same model.
+    """
     with _install_lock:
         backend = installed_backend(model)
         if backend is None:
             raise NotInstalledError("model: it has no generation backend")
         backend.restore()
+        for pipe in list(backend.pipelines):
+            if installed_backend(pipe) is None:  # one may have got another model, which is installed too
+                restore_pipeline(pipe)
     backend.detach()
 
 
 @contextlib.contextmanager
-def continuous_batching(model: PreTrainedModel, config: CBConfig | None = None, **options: Any) -> Iterator[Engine]:
+def continuous_batching(
+    model: PreTrainedModel | Pipeline | nn.Module, config: CBConfig | None = None, **options: Any
+) -> Iterator[Engine]:
     """`install` for the length of a with block."""
     if "backend" in options:
         raise InvalidArgumentError("backend: continuous_batching is one; install(model, backend=...) takes others")
@@ -347,7 +391,7 @@ def continuous_batching(model: PreTrainedModel, config: CBConfig | None = None, 
         uninstall(model)
 
 
-def get_engine(model: PreTrainedModel) -> Engine | None:
+def get_engine(model: PreTrainedModel | Pipeline | nn.Module) -> Engine | None:
     """The engine of an installed model (None for a backend that has none). Raises NotInstalledError."""
     backend = installed_backend(model)
     if backend is None:
@@ -356,6 +400,7 @@ def get_engine(model: PreTrainedModel) -> Engine | None:
 
 
 def installed_backend(model: Any) -> GenerationBackend | None:
-    """The backend behind this model's generate, or None."""
+    """The backend behind the generate of this model, or of the model in this pipeline or PeftModel, or None."""
+    model = model_of(model)
     attribute = getattr(model, "__dict__", {}).get("generate")
     return attribute.backend if isinstance(attribute, _Generate) and attribute.is_of(model) else None

@@ -12,12 +12,18 @@ HFCBError
 ├── EngineDeadError (RuntimeError)          the engine cannot go on (broken invariant, lost device, fork)
 ├── RequestCancelledError (RuntimeError)    the request was cancelled before it ended
 ├── RequestTimeoutError (TimeoutError)      the request's own deadline passed, or result(timeout=) ran out
-└── RequestFailedError (RuntimeError)       the step that held this request failed; the cause is chained
+├── RequestFailedError (RuntimeError)       the step that held this request failed; the cause is chained
+└── PipelineItemsError (RuntimeError)       items of a pipeline's list failed; the results of the others are in it
 
 Every message names the argument or the limit that it is about.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class HFCBError(Exception):
@@ -70,3 +76,20 @@ class RequestTimeoutError(HFCBError, TimeoutError):
 
 class RequestFailedError(HFCBError, RuntimeError):
     """The step that held this request failed; the cause is chained."""
+
+
+class PipelineItemsError(HFCBError, RuntimeError):
+    """Items of a list that was given to an installed pipeline failed. The others were done; the first failure is chained."""
+
+    def __init__(self, results: list[Any], errors: dict[int, Exception]) -> None:
+        """`results`: of all items in order, the exception in the place of one that failed; `errors`: those, by place."""
+        self.results = results
+        self.errors = errors
+        first, error = next(iter(errors.items()))
+        super().__init__(
+            f"{len(errors)} of {len(results)} items failed, the first of them item {first} ({type(error).__name__}: {error}); "
+            f"`results` of this error has the results of the others"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.results, self.errors)

@@ -27,6 +27,7 @@ NAMES = [
     "HFCBError",
     "InvalidArgumentError",
     "NotInstalledError",
+    "PipelineItemsError",
     "RequestCancelledError",
     "RequestFailedError",
     "RequestTimeoutError",

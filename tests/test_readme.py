@@ -29,7 +29,8 @@ def test_every_option_of_this_transformers_has_a_fate() -> None:
 
 
 @pytest.mark.timeout(300)  # a cold cache prepares the model first
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(from concurrent[^`]*)```", README)
+@pytest.mark.parametrize("beginning", ["from concurrent", "from transformers import pipeline"])
+def test_the_examples_run(beginning: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(rf"```python\n({beginning}[^`]*)```", README)
     exec(compile(example, "README.md", "exec"), {})
     assert "Paris" in capsys.readouterr().out

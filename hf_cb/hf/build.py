@@ -26,7 +26,7 @@ from hf_cb.hf.generate import defaults_of
 from hf_cb.hf.seeds import draw_seed
 from hf_cb.hf.support import Servable, UnservableError, examine
 from hf_cb.hf.tensor_parallel import lockstep_of, part_here, uneven_heads
-from hf_cb.hf.twin import shared_tensors
+from hf_cb.hf.twin import merge_notes, shared_tensors
 from hf_cb.hf.weights import WeightWatch
 from hf_cb.machinery import FollowWeights, Look, Machinery
 from hf_cb.options import Defaults
@@ -142,7 +142,7 @@ def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts, l
 
 
 def _follower(servable: Servable) -> FollowWeights:
-    watch = WeightWatch(map(part_here, shared_tensors(servable.twin)))
+    watch = WeightWatch(map(part_here, shared_tensors(servable.twin)), merge_notes(servable.twin))
 
     def follow(look: Look) -> bool:
         changed = watch.changed(samples=look is not Look.QUICK)

@@ -25,12 +25,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from hf_cb.engine import Engine
 from hf_cb.errors import HFCBError, InvalidArgumentError, RequestFailedError, RequestTooLongError
 from hf_cb.handle import GenerationHandle
+from hf_cb.hf import errand
 from hf_cb.hf.beam_search import BeamSearch
 from hf_cb.hf.beams import beam_output, beam_requests
 from hf_cb.hf.call import Call, Stopping
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
 from hf_cb.hf.rules import GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.sampling import Prompts, split
+from hf_cb.hf.tokenizing import stop_string_criterion
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
@@ -63,6 +65,9 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         return "a dropout layer is in training mode"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on in the calling thread"
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        return "the model's inputs are prepared by something else"  # prompt tuning, say, puts tokens of its own before them
     for name, value in arguments.items():
         if name in _KNOWN_ARGUMENTS or name in _CONFIG_FIELDS or value is None:
             continue
@@ -147,7 +152,8 @@ def with_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     strings, tokenizer = _effective(model, arguments, "stop_strings"), arguments.get("tokenizer")
     if strings is None or tokenizer is None:  # without a tokenizer the error is transformers' own
         return arguments
-    criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)])
+    criterion = stop_string_criterion(tokenizer, strings)
+    criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
     changed = {**arguments, "stopping_criteria": criteria, "stop_strings": None}
     config = arguments.get("generation_config")
     if config is not None and "stop_strings" not in arguments and model.generation_config.stop_strings is None:
@@ -169,7 +175,7 @@ def _requests(engine: Engine, call: Call, seed: int | None) -> list[Request]:
         raise InvalidArgumentError(f"input_ids: takes at least one row of at least one token; got {list(call.input_ids.shape)}")
     served = engine.served()
     if call.config.do_sample and seed is None:
-        seed = served.draw_seed()
+        seed = served.draw_seed() if (own := errand.current()) is None else own.seed
     make = beam_requests if mode in _BEAMS else _row_requests
     requests = make(call, seed or 0)
     for request in requests:
@@ -239,6 +245,8 @@ def _run(
     engine: Engine, call: Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
 ) -> Any:
     handles = engine.submit_all(requests)
+    if (own_errand := errand.current()) is not None:
+        own_errand.hold(handles)
     pad = call.config._pad_token_tensor
     pad_token = int(pad) if pad is not None else 0
     try:

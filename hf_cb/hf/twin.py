@@ -19,7 +19,7 @@ from torch import nn
 
 def make_twin(model: nn.Module) -> nn.Module:
     """A copy of the module tree over the same weights, in eval mode."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared_tensors(model)}
+    memo: dict[int, Any] = {id(shared): shared for shared in (*shared_tensors(model), *merge_notes(model))}
     # The patched `generate` is an attribute of the instance, and not the twin's business.
     memo[id(vars(model).get("generate"))] = None
     twin = copy.deepcopy(model, memo)
@@ -118,6 +118,16 @@ def shared_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The parameters and buffers that a model and its twin have in common."""
     own = {id(buffer) for module in _modules_that_write_buffers(model) for buffer in module.buffers(recurse=False)}
     return [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) not in own)]
+
+
+def merge_notes(model: nn.Module) -> list[list[str]]:
+    """PEFT's notes, in each of its layers, of which adapters the weights have in them: about the weights, and shared like them.
+
+    With a copy, what was merged meanwhile would count twice; and a layer that undoes a merge in its forward, as those do whose
+    adapters are switched off, would leave the user's model with a note that is no longer true.
+    """
+    notes = (vars(module).get("merged_adapters") for module in model.modules())
+    return [note for note in notes if isinstance(note, list)]
 
 
 def forward_of(twin: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +20,20 @@ class WeightWatch:
     A write through `.data` that spares all of those goes unseen. Takes a microsecond or two per tensor.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], notes: Sequence[Sequence[str]] = ()) -> None:
+        """`notes`: lists that change with some of the tensors."""
         self._tensors = tuple(tensors)
+        self._notes = notes
+        self._noted = [*map(tuple, notes)]
         self._states = [_state(tensor) for tensor in self._tensors]
         self._windows = [_window(tensor) for tensor in self._tensors]
         self._samples = [_bytes(window) for window in self._windows]
 
     def changed(self, samples: bool = True) -> list[torch.Tensor]:
-        """Those that have changed since the last look, by their numbers too if `samples`."""
+        """Those that have changed since the last look, by their numbers too if `samples`, or if a note has changed."""
+        noted = [*map(tuple, self._notes)]
+        if noted != self._noted:
+            self._noted, samples = noted, True
         changed = []
         for i, tensor in enumerate(self._tensors):
             state = _state(tensor)

@@ -1,0 +1,150 @@
+"""InOrder: calls made on threads of their own, a bounded number at a time, with their outcomes in the order of what came in."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from hf_cb.hf.errand import Errand, seed_at
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class InOrder(Generic[T, R]):
+    """An iterator over `answer(item)` for each item, begun at the first `next`.
+
+    At most `limit` items have been read and not been handed out. Reading has a thread of its own: an item that is long in
+    coming, from a queue or the net, holds up no result. What `items` or `answer` raise is raised in its place. Nothing goes on
+    once nobody holds this. The calls' own seeds follow from `seed`.
+    """
+
+    def __init__(self, items: Iterator[T], answer: Callable[[T], R], limit: int, seed: int) -> None:
+        self._flow = _Flow(items, answer, limit, seed)
+        self._ended = False
+        weakref.finalize(self, self._flow.close).atexit = False
+
+    def __iter__(self) -> InOrder[T, R]:
+        return self
+
+    def __next__(self) -> R:
+        if self._ended:
+            raise StopIteration
+        self._flow.start()
+        future = self._flow.underway.get()
+        if future is None:
+            self._ended = True
+            raise StopIteration
+        outcome = future.result()
+        self._flow.room.put(None)
+        return outcome
+
+    def close(self) -> None:
+        """Cancel what runs and read no more."""
+        self._ended = True
+        self._flow.close()
+
+
+class _Flow(Generic[T, R]):
+    """The state that the threads share. They don't hold the iterator, so that its end can be theirs."""
+
+    def __init__(self, items: Iterator[T], answer: Callable[[T], R], limit: int, seed: int) -> None:
+        self._items: Iterator[T] | None = items
+        self._answer = answer
+        self._seed = seed
+        self._errands: set[Errand] = set()
+        self._is_closed = False
+        # No locks: `close` may be run by the garbage collector, on a thread that holds one. These queues allow for that.
+        self.room: SimpleQueue[None] = SimpleQueue()
+        for _ in range(limit):
+            self.room.put(None)
+        self.underway: SimpleQueue[Future[R] | None] = SimpleQueue()
+        self._feeder: threading.Thread | None = None
+        self._callers: set[threading.Thread] = set()
+        _flows.add(self)
+
+    def start(self) -> None:
+        if self._feeder is None:
+            self._feeder = _thread(self._feed)
+            self._feeder.start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.room.put(None)  # the feeder may wait there
+        for errand in list(self._errands):
+            errand.cancel()
+
+    def _feed(self) -> None:
+        items, self._items = self._items, None
+        assert items is not None
+        place = 0
+        while True:
+            self.room.get()
+            if self._is_closed or not self._send(items, place):
+                break
+            place += 1
+        self.underway.put(None)
+
+    def _send(self, items: Iterator[T], place: int) -> bool:
+        """Read one item and start its call. False: there is none."""
+        future: Future[R] = Future()
+        try:
+            item = next(items)
+            errand = Errand(seed_at(self._seed, place))
+            self._errands.add(errand)
+            _thread(self._run, future, item, errand).start()
+        except StopIteration:
+            return False
+        except BaseException as error:  # no thread to be had, for one
+            future.set_exception(error)
+        self.underway.put(future)
+        return True
+
+    def _run(self, future: Future[R], item: T, errand: Errand) -> None:
+        caller = threading.current_thread()
+        self._callers.add(caller)
+        try:
+            if self._is_closed:  # else `close` is still to come, and will find this errand
+                errand.cancel()
+            with errand.underway():
+                future.set_result(self._answer(item))
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            self._errands.discard(errand)
+            self._callers.discard(caller)
+
+    def join(self, until: float) -> None:
+        """Wait for the threads of a closed flow, but not long for one that waits for an item."""
+        for caller in list(self._callers):
+            caller.join(max(0.0, until - time.monotonic()))
+        if self._feeder is not None:
+            self._feeder.join(_FEEDER_GRACE)
+
+
+def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    # Daemons: at the interpreter's exit nobody waits for results that nobody will read.
+    return threading.Thread(target=target, args=args, name="hf_cb-pipeline", daemon=True)
+
+
+_flows: weakref.WeakSet[_Flow[Any, Any]] = weakref.WeakSet()
+_GRACE, _FEEDER_GRACE = 10.0, 0.5  # seconds
+
+
+def _close_flows() -> None:
+    # A daemon that the interpreter's end finds in foreign code, a torch operation say, takes the process down with it.
+    flows = list(_flows)
+    for flow in flows:
+        flow.close()
+    until = time.monotonic() + _GRACE
+    for flow in flows:
+        flow.join(until)
+
+
+atexit.register(_close_flows)
