@@ -137,7 +137,8 @@ def test_the_items_of_a_call_share_batches(both: Pipes, batch_size: int) -> None
 
 
 def test_what_the_engine_cannot_serve(both: Pipes) -> None:
-    both.same(TEXTS, native=True, num_beams=2)
+    both.same(TEXTS, num_beams=2)
+    both.same(TEXTS, native=True, guidance_scale=1.5)
     both.served.model.train()
     try:
         both.same(TEXTS[:2], native=True)
