@@ -153,7 +153,7 @@ def test_sampled_native_calls_repeat_with_torchs_seed(both: Pipes) -> None:
     def run() -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            return both.served(TEXTS[:4], do_sample=True, max_new_tokens=5, num_beams=2)
+            return both.served(TEXTS[:4], do_sample=True, max_new_tokens=5, guidance_scale=1.5)
 
     assert run() == run()
 
