@@ -37,7 +37,7 @@ bench: $(VENV)/.demo ## throughput against other ways to run the same model (MOD
 peers: $(VENV)/.demo ## vLLM for CPUs and OpenVINO GenAI for the benchmark, each in an environment of its own (5 GB)
 	$(BIN)/python -m benchmarks.peer_environments vllm openvino
 
-evaluate: $(VENV)/.demo ## lm-eval's tasks, plain and with hf_cb, in an environment of its own (1 GB; ARGS=more options)
+evaluate: $(VENV)/.demo ## lm-eval's tasks, plain and with hf_cb, in an environment of its own (2 GB; ARGS=more options)
 	$(BIN)/python -m demo.packaged_model
 	$(BIN)/python -m benchmarks.peer_environments lm_eval
 	"$$($(BIN)/python -c 'from benchmarks import peer_environments; print(peer_environments.python("lm_eval"))')" \
