@@ -82,7 +82,8 @@ class Worker:
             self._check_open()
             scheduler = self.machinery.scheduler
             waiting = len(self._inbox) + scheduler.num_waiting
-            self._limits.check(len(queues), waiting, scheduler.num_running, scheduler.num_seats)
+            num_new = sum(queue.request.width for queue in queues)
+            self._limits.check(num_new, waiting, scheduler.num_running, scheduler.num_seats)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="hf_cb-engine", daemon=True)
                 thread.start()  # may raise: nothing has come in then

@@ -38,6 +38,12 @@ class BlockTables:
         """Blocks that a sequence of so many stretches holds at the most."""
         return sum(stretches if most is None else min(most, stretches) for most in self._most)
 
+    def num_missing(self, stretches: int, table: Table) -> int:
+        """Blocks that a sequence with `table` takes at the most to grow by so many stretches: what it holds counts, too."""
+        held = [sum(block != self.gone for block in table[g :: self.num_groups]) for g in range(self.num_groups)]
+        most = zip(self._most, held, strict=True)
+        return sum(stretches if limit is None else min(stretches, max(0, limit - own)) for limit, own in most)
+
     def num_needed(self, prompt: int, slots: int, width: int) -> int:
         """Blocks for `width` sequences of `slots` tokens each that begin with the same `prompt` tokens, and share no others."""
         shared = prompt // self.block_size

@@ -84,7 +84,7 @@ class KVManager:
         kept = sum(self._pool.ref_count(block) == 0 for block in self._tables.held(blocks))
         copied = self._tables.num_groups if num_held % self._block_size else 0
         missing = self._num_missing(seq, num_tokens) - len(blocks) // self._tables.num_groups
-        return self._tables.num_blocks_for(missing) + kept + copied + headroom <= self._pool.num_reusable
+        return self._tables.num_missing(missing, blocks) + kept + copied + headroom <= self._pool.num_reusable
 
     def num_for_beams(self, trunk: Sequence) -> int:
         """Blocks that the beams of a trunk take beyond its own, to compute the tokens that they have or are about to get."""

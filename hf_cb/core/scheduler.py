@@ -344,9 +344,9 @@ class Scheduler:
         """Let the beams of a search go on as it has chosen, or end it."""
         self._policy.charge(head, 0, head.request.width)
         if choice.best is None:
-            members = head.members
-            pairs = zip(choice.parents, choice.tokens, strict=True)
-            self._branch(head, [(members[parent], (token,)) for parent, token in pairs])
+            # After the prompt there is the trunk alone, whichever of the beams that begin there is meant.
+            parents = [head.beams[parent] if head.beams else head for parent in choice.parents]
+            self._branch(head, [(parent, (token,)) for parent, token in zip(parents, choice.tokens, strict=True)])
             return []
         ended = choice.best[-1:] and choice.best[-1] in head.request.eos_token_ids
         is_full = len(choice.best) == head.request.max_new_tokens and not ended

@@ -56,6 +56,7 @@ class BeamSearch:
         self.all_scores: tuple[torch.Tensor, ...] | None = () if options.keep_scores else None  # [num_beams, vocab] a step
         self.all_logits: tuple[torch.Tensor, ...] | None = () if options.keep_logits else None
         self._options, self._processors, self._criteria = options, processors, criteria
+        self.met_dead_end = False  # a beam went on where nothing could: equal scores, whose order hangs on every step
         self._num_prompt = row.shape[1]
         with torch.inference_mode(False):  # else the engine's thread could not write into them
             self._begin(row)
@@ -65,11 +66,11 @@ class BeamSearch:
         beams, room = self.width, self._options.max_length
         self._running = torch.full((beams, room), self._options.fill, dtype=torch.int64, device=row.device)
         self._running[:, : self._num_prompt] = row
-        self._running_scores = torch.full((beams,), _NEVER, device=row.device)
+        self._running_scores = torch.full((beams,), _NEVER, dtype=torch.float32, device=row.device)
         self._running_scores[0] = 0.0  # all begin alike: only one of them counts at first
         self._running_indices = torch.full((beams, room - self._num_prompt), -1, dtype=torch.int32, device=row.device)
         self.sequences = self._running.clone()
-        self.beam_scores = torch.full((beams,), _NEVER, device=row.device)
+        self.beam_scores = torch.full((beams,), _NEVER, dtype=torch.float32, device=row.device)
         self.beam_indices = self._running_indices.clone()
         self._ended = torch.zeros(beams, dtype=torch.bool, device=row.device)  # which of `sequences` there are
         self._can_improve = True
@@ -81,6 +82,8 @@ class BeamSearch:
 
     def choose(self, logits: Any) -> Choice:
         """One step: which beams go on, and with which tokens."""
+        if not self._processors and bool(logits.isnan().any()):  # a processor may know what to do with it
+            raise FloatingPointError("its logits hold NaN")
         try:
             return self._choose(logits.to(self._running.device))
         except BaseException as error:  # of a processor or criterion; SystemExit too is this caller's affair
@@ -106,8 +109,10 @@ class BeamSearch:
         self._can_improve = self._can_improve and self._may_improve()
         is_full = bool(self._ended.all()) and self._options.early_stopping is True
         if not self._can_improve or is_full or bool(ends.all()):
+            self.met_dead_end |= bool((self.beam_scores < _NEVER / 2).any())
             best = self.sequences[0, self._num_prompt :][: int(self.num_output_tokens[0])]
             return Choice((), (), tuple(best.tolist()))
+        self.met_dead_end |= bool((self._running_scores < _NEVER / 2).any())
         return Choice(tuple(parents[kept].tolist()), tuple(tokens[kept].tolist()))
 
     def _total_scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -119,8 +124,6 @@ class BeamSearch:
             self.all_logits += (logits,)
         if self.all_scores is not None:
             self.all_scores += (scores.clone(),)
-        if bool(scores.isnan().any()):
-            raise FloatingPointError("its logits hold NaN")
         return (scores + self._running_scores[:, None]).reshape(1, -1)
 
     def _candidates(self, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,7 +54,10 @@ def _options(call: Call) -> BeamOptions:
 
 
 def beam_output(call: Call, searches: list[BeamSearch]) -> Any:
-    """Sequences [B * num_return_sequences, n], or an output object with them."""
+    """Sequences [B * num_return_sequences, n], or an output object with them. Raises GoNativeError where a prompt did not
+    fare as it does alone."""
+    if len(searches) > 1 and any(search.met_dead_end for search in searches):
+        raise GoNativeError("beams of several prompts, one of which found no way on: plain generate goes on with it")
     best, prompt_length = call.config.num_return_sequences or 1, call.input_ids.shape[1]
     longest = max(int(search.num_output_tokens[:best].max()) for search in searches)
     sequences = torch.cat([search.sequences[:best, : prompt_length + longest] for search in searches])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -74,18 +75,21 @@ class ModelRunner:
             self.model_seconds = time.perf_counter() - began
             errors = self._note_prompts(batch, logits)
             logits = logits[: len(batch.sampling_ids)]
-            choices: dict[int, Choice] = {}
-            ids = batch.sampling_ids
-            if self._beams:
-                sampling = [row for row in output.rows if row.samples]
-                choices = self._choose(sampling, logits, errors)
-                rest = [i for i, key in enumerate(ids) if key in self._rows]
-                ids, logits = tuple(ids[i] for i in rest), logits[rest]
-            if not ids:
-                return StepResult({}, errors, choices=choices)
-            not_numbers = _rows_with_nan(logits)
-            sampled = sample(logits, [self._rows[request_id] for request_id in ids])
-        errors |= {ids[i]: error for i, error in sampled.errors.items()}
+            sampling = [row for row in output.rows if row.samples]
+            result = self._sample(batch.sampling_ids, logits, errors)
+            # Last: nothing can go wrong any more, so that a choice is never made and lost.
+            return dataclasses.replace(result, choices=self._choose(sampling, logits, errors)) if self._beams else result
+
+    def _sample(self, ids: tuple[int, ...], logits: torch.Tensor, errors: dict[int, BaseException]) -> StepResult:
+        """A token for each row of logits [n, vocab] that is not a beam. More errors go to `errors`, which the result holds."""
+        if self._beams:
+            rest = [i for i, key in enumerate(ids) if key in self._rows]
+            ids, logits = tuple(ids[i] for i in rest), logits[rest]
+        if not ids:
+            return StepResult({}, errors)
+        not_numbers = _rows_with_nan(logits)
+        sampled = sample(logits, [self._rows[request_id] for request_id in ids])
+        errors.update({ids[i]: error for i, error in sampled.errors.items()})
         for i in not_numbers:
             if self._rows[ids[i]].rules is None:  # greedy decoding would take the first NaN for the best token
                 errors.setdefault(ids[i], FloatingPointError("its logits hold NaN"))
@@ -93,7 +97,7 @@ class ModelRunner:
         notes = {ids[i]: TokenNote(note) for i, note in sampled.logprobs.items()}
         for key in self._prompts.keys() & tokens.keys():
             notes[key] = TokenNote(notes.get(key, TokenNote()).logprobs, self._prompts.pop(key).result())
-        return StepResult(tokens, errors, frozenset(ids[i] for i in sampled.stopped), notes, choices)
+        return StepResult(tokens, errors, frozenset(ids[i] for i in sampled.stopped), notes)
 
     def _choose(
         self, sampling: Sequence[ScheduledRow], logits: torch.Tensor, errors: dict[int, BaseException]

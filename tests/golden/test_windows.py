@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import models
 import pytest
 import torch
 import truth
@@ -61,6 +62,22 @@ def test_a_second_turn_begins_within_a_window(name: str) -> None:
             result = engine.submit(full[:length], max_new_tokens=174 - length).result()
             assert list(result.tokens) == full[length:].tolist()
             assert result.num_cached_tokens in range(length - 2 * BLOCK, length)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "num_blocks"),
+    [("mistral", {"sliding_window": 64}, 24), ("gemma2", {}, 9), ("llama4_text", {}, 8)],
+)
+def test_a_long_second_turn_in_a_pool_that_just_holds_it(name: str, overrides: dict[str, Any], num_blocks: int) -> None:
+    """What the found prefix brings into a window counts towards the most that a sequence holds there."""
+    model = models.tiny(name, **overrides)
+    ids = torch.randint(3, models.VOCAB, (1, 140), generator=torch.Generator().manual_seed(0))
+    lengths = (100, 140) if name == "mistral" else (20, num_blocks * BLOCK - 4)
+    with hf_cb.continuous_batching(model, block_size=BLOCK, num_blocks=num_blocks, max_batch_tokens=8) as engine:
+        for length in lengths:
+            want = type(model).generate(model, ids[:, :length], max_new_tokens=2)
+            assert torch.equal(model.generate(ids[:, :length], max_new_tokens=2), want)
+        assert engine.stats().native_calls == {}
 
 
 def test_one_prompt_of_samples_after_its_first_has_moved_on() -> None:

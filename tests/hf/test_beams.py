@@ -153,6 +153,79 @@ def test_beams_share_blocks() -> None:
         assert duo.engine.stats().blocks_used == 0
 
 
+FEW = {  # fewer tokens than candidates are left: beams without a way on are among those that are kept
+    "top k": {"do_sample": True, "num_beams": 3, "top_k": 2},
+    "prefix": {"num_beams": 3, "prefix_allowed_tokens_fn": lambda i, sentence: [5, 6]},
+    "many ends": {"num_beams": 2, "eos_token_id": list(range(3, models.VOCAB - 1)), "pad_token_id": 0},
+    "one token": {"num_beams": 4, "prefix_allowed_tokens_fn": lambda i, sentence: [9]},
+    "suppressed": {"num_beams": 3, "suppress_tokens": list(range(8, models.VOCAB))},
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_fewer_tokens_than_candidates(duo: seam.Duo, name: str) -> None:
+    for length in (5, 11):
+        duo.same(seam.prompts(length)[0][None], max_new_tokens=NEW, seed=3, **FEW[name])
+
+
+def test_several_prompts_of_which_one_finds_no_way_on(duo: seam.Duo) -> None:
+    batch = seam.left_padded(seam.prompts(5, 5))
+    call = {"num_beams": 4, "num_return_sequences": 3, "eos_token_id": 5, "pad_token_id": 4, "early_stopping": True}
+    duo.same(**batch, **call, max_new_tokens=6, prefix_allowed_tokens_fn=lambda i, _: [[5], [20, 21]][i], native="no way on")
+
+
+def test_a_default_dtype(duo: seam.Duo) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        kept = {"return_dict_in_generate": True, "output_scores": True}
+        want, got = (
+            m.generate(seam.prompts(6)[0][None], num_beams=2, max_new_tokens=5, **kept) for m in (duo.plain, duo.served)
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got.sequences, want.sequences)
+    assert got.sequences_scores.dtype == want.sequences_scores.dtype == torch.float32
+
+
+class OneNaN(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 9] = torch.nan
+        return scores
+
+
+def test_nan_of_a_processors_own(duo: seam.Duo) -> None:
+    duo.same(seam.prompts(6)[0][None], num_beams=2, max_new_tokens=3, logits_processor=LogitsProcessorList([OneNaN()]))
+
+
+def test_nan_of_the_models_fails_its_request_alone() -> None:
+    with seam.duo() as duo, torch.no_grad():
+        duo.served.get_input_embeddings().weight[3].fill_(torch.nan)
+        with pytest.raises(hf_cb.RequestFailedError, match="logits hold NaN"):
+            duo.served.generate(torch.tensor([[3, 5, 7]]), num_beams=2, max_new_tokens=3)
+        duo.same(torch.tensor([[4, 5, 7]]), num_beams=2, max_new_tokens=3, suppress_tokens=[3])
+
+
+def test_a_choice_is_not_lost_when_the_rest_of_the_step_fails(duo: seam.Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part is computed again: nothing of it may have been chosen before."""
+    from hf_cb.runtime import model_runner
+
+    sample, prompts = model_runner.sample, seam.prompts(6, 7)
+    failures = [MemoryError("once")]
+
+    def fails_once(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return sample(*args)
+
+    monkeypatch.setattr(model_runner, "sample", fails_once)
+    calls = [{"num_beams": 3}, {}]
+    jobs = [lambda p=p, c=c: duo.served.generate(p[None], max_new_tokens=6, **c) for p, c in zip(prompts, calls, strict=True)]
+    got = crowd.answers(duo.engine, jobs)
+    for prompt, call, out in zip(prompts, calls, got, strict=True):
+        assert torch.equal(out, duo.plain.generate(prompt[None], max_new_tokens=6, **call))
+    assert not failures
+
+
 class Note(LogitsProcessor):
     def __init__(self) -> None:
         self.seen: list[list[list[int]]] = []
@@ -176,6 +249,7 @@ class StopAfter(StoppingCriteria):
 def test_own_processors_and_criteria_see_all_beams(duo: seam.Duo) -> None:
     """As in plain generate: every call's rows, in their order, once per step."""
     prompt, notes = seam.prompts(6)[0][None], []
+    before = duo.engine.stats().native_calls
     for model in (duo.plain, duo.served):
         note, stop = Note(), StopAfter(13)
         out = model.generate(
@@ -187,7 +261,7 @@ def test_own_processors_and_criteria_see_all_beams(duo: seam.Duo) -> None:
         )
         notes.append((note.seen, stop.calls, out.tolist()))
     assert notes[0] == notes[1]
-    assert duo.engine.stats().native_calls == {}
+    assert duo.engine.stats().native_calls == before
 
 
 class Raises(LogitsProcessor):
