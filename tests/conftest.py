@@ -52,6 +52,8 @@ class _Watch:
         def note_submit(worker: Worker, queues: Sequence[OutputQueue]) -> None:
             submit(worker, queues)
             self.queues.extend(queues)
+            if len(self.queues) > 1000:  # a soak's: what has ended need not be kept
+                self.queues = [queue for queue in self.queues if queue.finish_reason is None]
 
         def note_replace(worker: Worker, machinery: Machinery) -> None:
             self.schedulers.append(machinery.scheduler)
