@@ -124,8 +124,7 @@ class TorchCPUBackend:
     ) -> torch.Tensor:
         """See AttentionBackend.attend. Scores and probabilities are in the layer's dtype, the softmax sums in float32."""
         assert isinstance(plan, _Plan)
-        kv.k.flatten(0, 1).index_copy_(0, step.slot_mapping, k)
-        kv.v.flatten(0, 1).index_copy_(0, step.slot_mapping, v)
+        kv.write(step, k, v)
         out = q.new_empty(len(q), spec.num_heads, spec.value_head_size)
         if plan.decode_groups:
             attend = _attend_loosely if _is_loose(spec) else _attend_decode

@@ -6,6 +6,7 @@ rows go in one call. Layers with sinks, or that attend in chunks, these kernels 
 
 from __future__ import annotations
 
+import abc
 import functools
 import importlib
 import importlib.util
@@ -67,8 +68,8 @@ class FlashPlan:
     cu_seqlens_k: torch.Tensor  # [N + 1] int32
 
 
-class _Flash:
-    """One library. `_attend` is its call."""
+class _Flash(abc.ABC):
+    """What the libraries have in common."""
 
     name: str
 
@@ -76,8 +77,9 @@ class _Flash:
         """Refuses what the kernel does, and machines without it."""
         return why_not_flash(spec) or self._why_not_here(spec.device)
 
+    @abc.abstractmethod
     def _why_not_here(self, device: torch.device) -> str | None:
-        raise NotImplementedError
+        """Why this library does not run on this machine; None: it does."""
 
     def plan(self, step: AttentionStep, spec: LayerSpec) -> FlashPlan:
         """Where each row's keys would begin if they were packed; needed even when they lie in blocks."""
@@ -96,22 +98,22 @@ class _Flash:
     ) -> torch.Tensor:
         """See AttentionBackend.attend. The kernel computes in the layer's dtype, and sums in float32."""
         assert isinstance(plan, FlashPlan)
-        write(kv, step, k, v)
+        kv.write(step, k, v)
         return self._attend(_with_dense_heads(q), kv, spec, step, plan)
 
+    @abc.abstractmethod
     def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
-        raise NotImplementedError
-
-
-def write(kv: LayerKV, step: AttentionStep, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Put the step's keys and values into their slots."""
-    kv.k.flatten(0, 1).index_copy_(0, step.slot_mapping, k)
-    kv.v.flatten(0, 1).index_copy_(0, step.slot_mapping, v)
+        """The library's own call, over keys and values that are written already."""
 
 
 def _with_dense_heads(q: torch.Tensor) -> torch.Tensor:
     """The kernels take any strides but the last."""
     return q if q.stride(-1) == 1 else q.contiguous()
+
+
+def _window(spec: LayerSpec, off: int | None) -> tuple[int | None, int | None]:
+    """How many keys to the left and to the right of its own a query sees; `off` is a library's word for no limit."""
+    return (off, off) if spec.window is None else (spec.window - 1, 0)
 
 
 class FlashAttention2(_Flash):
@@ -138,7 +140,7 @@ class FlashAttention2(_Flash):
             max_seqlen_k=step.max_seqlen_k,
             softmax_scale=spec.scale,
             causal=True,
-            window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
+            window_size=_window(spec, off=-1),
             softcap=spec.softcap or 0.0,
             block_table=step.block_table,
         )
@@ -169,7 +171,7 @@ class FlashAttention3(_Flash):
             max_seqlen_q=step.max_seqlen_q,
             softmax_scale=spec.scale,
             causal=True,
-            window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
+            window_size=_window(spec, off=-1),
             softcap=spec.softcap or 0.0,
         )
         return out
@@ -201,7 +203,7 @@ class FlashAttention4(_Flash):
             page_table=step.block_table,
             softmax_scale=spec.scale,
             causal=True,
-            window_size=(None, None) if spec.window is None else (spec.window - 1, 0),
+            window_size=_window(spec, off=None),
             softcap=spec.softcap or 0.0,
         )
         return out

@@ -12,7 +12,6 @@ from itertools import accumulate
 
 import torch
 
-from hf_cb.attention.flash import write
 from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
 
 _TILE = 256  # queries of a row that are computed together
@@ -60,7 +59,7 @@ class GroupedTorch:
     ) -> torch.Tensor:
         """See AttentionBackend.attend. Products in the layer's dtype, the softmax in float32."""
         assert isinstance(plan, tuple)
-        write(kv, step, k, v)
+        kv.write(step, k, v)
         out = q.new_empty(len(q), spec.num_heads, spec.value_head_size)
         for part in plan:
             keys, values = (blocks.flatten(0, 1)[part.slots].transpose(1, 2) for blocks in kv)  # [rows, Hkv, m, D]

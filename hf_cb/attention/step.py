@@ -68,3 +68,8 @@ class LayerKV(NamedTuple):
 
     k: torch.Tensor
     v: torch.Tensor
+
+    def write(self, step: AttentionStep, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put a step's keys and values, [T, Hkv, D] and [T, Hkv, Dv], into their slots."""
+        self.k.flatten(0, 1).index_copy_(0, step.slot_mapping, k)
+        self.v.flatten(0, 1).index_copy_(0, step.slot_mapping, v)

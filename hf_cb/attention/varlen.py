@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_cb.attention.flash import capability, why_not_flash, write
+from hf_cb.attention.flash import capability, why_not_flash
 from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
 
 
@@ -67,7 +67,7 @@ class TorchVarlen:
     ) -> torch.Tensor:
         """See AttentionBackend.attend. The kernel computes in the layer's dtype, and sums in float32."""
         assert isinstance(plan, _Plan)
-        write(kv, step, k, v)
+        kv.write(step, k, v)
         keys, values = (blocks.flatten(0, 1)[plan.slots] for blocks in kv)
         if spec.num_heads != spec.num_kv_heads and "enable_gqa" not in _arguments():
             keys, values = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1) for part in (keys, values))

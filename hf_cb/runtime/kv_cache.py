@@ -25,14 +25,9 @@ class KVCache:
         self.block_size = block_size
         self.layout = layout or KVLayout((tuple(range(len(specs))),), ((None, None),))
         self.specs = tuple(specs[layer] for layer in max(self.layout.groups, key=len))  # of `tensors`
-        self.tensors: tuple[LayerKV, ...] = ()  # none while the memory is given back
+        self.tensors: tuple[LayerKV, ...] = ()  # none while the memory is given back, as with the next
+        self.layers: tuple[LayerKV, ...] = ()  # each layer's tensors
         self.restore()
-
-    @property
-    def layers(self) -> tuple[LayerKV, ...]:
-        """Each layer's tensors."""
-        own = {layer: kv for group in self.layout.groups for layer, kv in zip(group, self.tensors, strict=False)}
-        return tuple(own[layer] for layer in sorted(own))
 
     @property
     def is_released(self) -> bool:
@@ -41,7 +36,7 @@ class KVCache:
 
     def release(self) -> None:
         """Give the memory back to the system; what was in it is lost."""
-        self.tensors = ()
+        self.tensors = self.layers = ()
         if any(spec.device.type == "cuda" for spec in self.specs):
             torch.cuda.empty_cache()
 
@@ -50,6 +45,8 @@ class KVCache:
         self.tensors = tuple(
             LayerKV(self._zeros(spec, spec.head_size), self._zeros(spec, spec.value_head_size)) for spec in self.specs
         )
+        own = {layer: kv for group in self.layout.groups for layer, kv in zip(group, self.tensors, strict=False)}
+        self.layers = tuple(own[layer] for layer in sorted(own))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each; no target stands twice. All sources are read first."""

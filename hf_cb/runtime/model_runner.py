@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from hf_cb.core.output import ScheduledRow, SchedulerOutput, StepResult
+from hf_cb.core.output import SchedulerOutput, StepResult
 from hf_cb.request import Choice, Request, TokenNote
 from hf_cb.runtime.beams import Beams
 from hf_cb.runtime.input_batch import InputBatch, Wanted, build_input_batch
@@ -75,10 +75,11 @@ class ModelRunner:
             self.model_seconds = time.perf_counter() - began
             errors = self._note_prompts(batch, logits)
             logits = logits[: len(batch.sampling_ids)]
-            sampling = [row for row in output.rows if row.samples]
             result = self._sample(batch.sampling_ids, logits, errors)
+            if not self._beams:
+                return result
             # Last: nothing can go wrong any more, so that a choice is never made and lost.
-            return dataclasses.replace(result, choices=self._choose(sampling, logits, errors)) if self._beams else result
+            return dataclasses.replace(result, choices=self._choose(output, logits, errors))
 
     def _sample(self, ids: tuple[int, ...], logits: torch.Tensor, errors: dict[int, BaseException]) -> StepResult:
         """A token for each row of logits [n, vocab] that is not a beam. More errors go to `errors`, which the result holds."""
@@ -99,11 +100,10 @@ class ModelRunner:
             notes[key] = TokenNote(notes.get(key, TokenNote()).logprobs, self._prompts.pop(key).result())
         return StepResult(tokens, errors, frozenset(ids[i] for i in sampled.stopped), notes)
 
-    def _choose(
-        self, sampling: Sequence[ScheduledRow], logits: torch.Tensor, errors: dict[int, BaseException]
-    ) -> dict[int, Choice]:
+    def _choose(self, output: SchedulerOutput, logits: torch.Tensor, errors: dict[int, BaseException]) -> dict[int, Choice]:
         """Hand logits [n, vocab] of the rows that sample to the searches among them; what those choose that have all."""
         choices: dict[int, Choice] = {}
+        sampling = (row for row in output.rows if row.samples)
         taken = [(row, logits[i]) for i, row in enumerate(sampling) if row.request_id in self._beams]
         for row, own in taken:
             self._beams[row.request_id].take(row, own)

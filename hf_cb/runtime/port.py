@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_cb.attention.backend import AttentionBackend
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerSpec
 from hf_cb.runtime.kv_cache import KVCache
 
 
@@ -39,7 +39,6 @@ class AttentionPort:
             id(module): _Layer(module, spec, index, group_of[index])
             for index, (module, spec, _) in enumerate(zip(modules, specs, cache.layers, strict=True))
         }
-        self._kv: tuple[LayerKV, ...] = ()
         self._steps: tuple[AttentionStep, ...] = ()
         self._plans: dict[tuple[int, LayerSpec], object] = {}
         self.calls: list[int] = []  # how often each layer called in the current step, in layer order; see `serve`
@@ -47,13 +46,12 @@ class AttentionPort:
     def begin(self, steps: tuple[AttentionStep, ...]) -> None:
         """Make `steps`, one for each group of layers, those that the modules' calls belong to."""
         self._steps = steps
-        self._kv = self._cache.layers
         self._plans.clear()
         self.calls = [0] * len(self._layers)
 
     def end(self) -> None:
         """Forget the step: a call outside one is a mistake and fails."""
-        self._steps = self._kv = ()
+        self._steps = ()
         self._plans.clear()
 
     def serve(
@@ -68,4 +66,4 @@ class AttentionPort:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._backend.plan(step, layer.spec)
-        return self._backend.attend(q, k, v, self._kv[layer.index], layer.spec, step, plan, sinks)
+        return self._backend.attend(q, k, v, self._cache.layers[layer.index], layer.spec, step, plan, sinks)
