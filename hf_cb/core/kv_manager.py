@@ -50,16 +50,11 @@ class KVManager:
         self._pool = pool
         self._block_size = block_size
         self._shares = shares
-        self._tables = BlockTables(pool.num_blocks, block_size, reaches, max_step_tokens)
+        self.tables = BlockTables(pool.num_blocks, block_size, reaches, max_step_tokens)
         self._host = BlockPool(num_host_blocks) if num_host_blocks else None
         self._moved: set[Sequence] = set()  # those that wait in host blocks
         self._holders: set[Sequence] = set()
         self._coming: dict[bytes, Sequence] = {}  # key of a block -> the running sequence that is to publish it
-
-    @property
-    def tables(self) -> BlockTables:
-        """The form of the block tables."""
-        return self._tables
 
     @property
     def blocks_used(self) -> int:
@@ -69,7 +64,7 @@ class KVManager:
     @property
     def tokens_stored(self) -> int:
         """Tokens whose keys and values are in those blocks, counted once for each group."""
-        size, groups = self._block_size, self._tables.num_groups
+        size, groups = self._block_size, self.tables.num_groups
         # By the last block: the only one that can be both shared and not full.
         unused = {
             seq.block_table[-1]: len(seq.block_table) // groups * size - seq.num_computed_tokens
@@ -81,18 +76,18 @@ class KVManager:
     def can_reserve(self, seq: Sequence, num_tokens: int, start: Start | None = None, headroom: int = 0) -> bool:
         """Whether `reserve` would succeed now, after `adopt(seq, start)`, and leave `headroom` blocks."""
         blocks, num_held = ((), 0) if start is None else start
-        kept = sum(self._pool.ref_count(block) == 0 for block in self._tables.held(blocks))
-        copied = self._tables.num_groups if num_held % self._block_size else 0
-        missing = self._num_missing(seq, num_tokens) - len(blocks) // self._tables.num_groups
-        return self._tables.num_missing(missing, blocks) + kept + copied + headroom <= self._pool.num_reusable
+        kept = sum(self._pool.ref_count(block) == 0 for block in self.tables.held(blocks))
+        copied = self.tables.num_groups if num_held % self._block_size else 0
+        missing = self._num_missing(seq, num_tokens) - len(blocks) // self.tables.num_groups
+        return self.tables.num_missing(missing, blocks) + kept + copied + headroom <= self._pool.num_reusable
 
     def num_for_beams(self, trunk: Sequence) -> int:
         """Blocks that the beams of a trunk take beyond its own, to compute the tokens that they have or are about to get."""
         if trunk.request.search is None:
             return 0
         slots = min(trunk.num_tokens + max(map(len, trunk.tails), default=1), trunk.request.max_tokens - 1)
-        needed = self._tables.num_needed(trunk.num_tokens, slots, trunk.request.width)
-        return needed - self._tables.num_blocks_for(self._tables.stretches(trunk.num_tokens))
+        needed = self.tables.num_needed(trunk.num_tokens, slots, trunk.request.width)
+        return needed - self.tables.num_blocks_for(self.tables.stretches(trunk.num_tokens))
 
     def find_start(self, seq: Sequence, sibling: Sequence | None) -> Start | None:
         """What `seq`, which holds nothing, can begin with: published blocks, or those of `sibling`, a running sequence with the
@@ -108,7 +103,7 @@ class KVManager:
             return None
         if shared <= found.num_tokens:
             return found
-        blocks = self._tables.seen_from(shared, self._tables.upto(sibling.block_table, shared))
+        blocks = self.tables.seen_from(shared, self.tables.upto(sibling.block_table, shared))
         return found if blocks is None else Start(blocks, shared)
 
     def match_prefix(self, seq: Sequence) -> Start | None:
@@ -122,33 +117,33 @@ class KVManager:
         usable = (seq.num_tokens - 1) // self._block_size
         names = self._names(seq, usable)[:usable]
         table: list[int] = []  # `gone` where a group that looks back only so far has no block
-        best, last_gone = 0, [-1] * self._tables.num_groups
+        best, last_gone = 0, [-1] * self.tables.num_groups
         for i, name in enumerate(names):
-            blocks = [self._lookup(g, name) for g in range(self._tables.num_groups)]
+            blocks = [self._lookup(g, name) for g in range(self.tables.num_groups)]
             table += blocks
-            last_gone = [i if block == self._tables.gone else last for block, last in zip(blocks, last_gone, strict=True)]
+            last_gone = [i if block == self.tables.gone else last for block, last in zip(blocks, last_gone, strict=True)]
             position = (i + 1) * self._block_size
-            seen = [reach.first(position) // self._block_size for reach in self._tables.reaches]
+            seen = [reach.first(position) // self._block_size for reach in self.tables.reaches]
             if all(last < first for last, first in zip(last_gone, seen, strict=True)):
                 best = i + 1
-            elif any(reach.span is None and last >= 0 for last, reach in zip(last_gone, self._tables.reaches, strict=True)):
+            elif any(reach.span is None and last >= 0 for last, reach in zip(last_gone, self.tables.reaches, strict=True)):
                 break
         if best < usable and names[best].key in self._coming:
             return None
-        found = self._tables.seen_from(best * self._block_size, tuple(table[: best * self._tables.num_groups]))
+        found = self.tables.seen_from(best * self._block_size, tuple(table[: best * self.tables.num_groups]))
         assert found is not None  # that is what `best` says
         return Start(found, best * self._block_size)
 
     def _lookup(self, group: int, name: BlockName) -> int:
         block = self._pool.lookup(self._key(group, name), name)
-        return self._tables.gone if block is None else block
+        return self.tables.gone if block is None else block
 
     def _key(self, group: int, name: BlockName) -> bytes | tuple[int, bytes]:
-        return name.key if self._tables.num_groups == 1 else (group, name.key)
+        return name.key if self.tables.num_groups == 1 else (group, name.key)
 
     def adopt(self, seq: Sequence, start: Start) -> None:
         """Let `seq`, which is being admitted, begin with what `find_start` has just found."""
-        self._pool.incref(self._tables.held(start.blocks))
+        self._pool.incref(self.tables.held(start.blocks))
         seq.num_published = start.num_tokens // self._block_size if self._shares else 0
         self._hold(seq, *start)
 
@@ -159,8 +154,8 @@ class KVManager:
         """
         for parent, seq in branches:
             seq.num_computed_tokens = parent.num_computed_tokens
-            seq.block_table = self._tables.upto(parent.block_table, seq.num_computed_tokens)
-            self._pool.incref(self._tables.held(seq.block_table))
+            seq.block_table = self.tables.upto(parent.block_table, seq.num_computed_tokens)
+            self._pool.incref(self.tables.held(seq.block_table))
             seq.num_shed = parent.num_shed
             seq.num_published = parent.num_published
             self._holders.add(seq)
@@ -169,7 +164,7 @@ class KVManager:
 
     def num_host_blocks_for(self, seq: Sequence) -> int | None:
         """How many host blocks `move_out` takes; None: there are not so many now."""
-        needed = len(self._tables.held(self._tables.upto(seq.block_table, seq.num_computed_tokens)))
+        needed = len(self.tables.held(self.tables.upto(seq.block_table, seq.num_computed_tokens)))
         return needed if self._host is not None and 0 < needed <= self._host.num_reusable else None
 
     def move_out(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
@@ -178,10 +173,10 @@ class KVManager:
         host = None if self._host is None or num_blocks is None else self._host.allocate(num_blocks)
         if host is None:
             raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the host's memory")
-        table = self._tables.upto(seq.block_table, seq.num_computed_tokens)
-        pairs = tuple(zip(self._tables.held(table), host, strict=True))
+        table = self.tables.upto(seq.block_table, seq.num_computed_tokens)
+        pairs = tuple(zip(self.tables.held(table), host, strict=True))
         places = iter(host)
-        kept = tuple(None if block == self._tables.gone else next(places) for block in table)
+        kept = tuple(None if block == self.tables.gone else next(places) for block in table)
         num_tokens, is_out_of_date = seq.num_computed_tokens, seq.num_published is None
         self.release(seq)
         seq.host_blocks, seq.num_swapped_tokens = kept, num_tokens
@@ -196,7 +191,7 @@ class KVManager:
         if blocks is None:
             raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the KV cache")
         places = iter(blocks)
-        table = tuple(self._tables.gone if host is None else next(places) for host in seq.host_blocks)
+        table = tuple(self.tables.gone if host is None else next(places) for host in seq.host_blocks)
         num_tokens = seq.num_swapped_tokens
         self._leave_host(seq)
         self._hold(seq, table, num_tokens)
@@ -209,27 +204,27 @@ class KVManager:
             return
         for i in range(seq.num_published, full):
             name = self._names(seq, full)[i]
-            for g, block in enumerate(seq.block_table[i * self._tables.num_groups : (i + 1) * self._tables.num_groups]):
-                if block != self._tables.gone:
+            for g, block in enumerate(seq.block_table[i * self.tables.num_groups : (i + 1) * self.tables.num_groups]):
+                if block != self.tables.gone:
                     self._pool.publish(block, self._key(g, name), name)
             self._no_longer_coming(seq, name)
         seq.num_published = full
 
     def shed(self, seq: Sequence) -> None:
         """Give back those of `seq`'s blocks that no later token can see. They may still be found by others."""
-        if not self._tables.short:
+        if not self.tables.short:
             return
         table: list[int] | None = None
-        num_shed, groups = [], self._tables.num_groups
-        for place, (g, reach) in enumerate(self._tables.short):
+        num_shed, groups = [], self.tables.num_groups
+        for place, (g, reach) in enumerate(self.tables.short):
             before = seq.num_shed[place] if seq.num_shed else 0
             first = min(reach.first(seq.num_computed_tokens) // self._block_size, len(seq.block_table) // groups)
             num_shed.append(max(before, first))
             if first > before:
                 table = list(seq.block_table) if table is None else table
                 places = slice(before * groups + g, first * groups, groups)
-                self._pool.release(self._tables.held(table[places]))
-                table[places] = [self._tables.gone] * (first - before)
+                self._pool.release(self.tables.held(table[places]))
+                table[places] = [self.tables.gone] * (first - before)
         if table is not None:
             seq.block_table, seq.num_shed = tuple(table), tuple(num_shed)
 
@@ -246,14 +241,14 @@ class KVManager:
         Returns the blocks to copy before that, (block, its copy) each: others hold what it would write to (copy-on-write).
         None, nothing changed: not now. Raises RequestTooLongError if the whole pool would not do.
         """
-        groups = self._tables.num_groups
+        groups = self.tables.num_groups
         missing = max(0, self._num_missing(seq, num_tokens)) * groups
         first = seq.num_computed_tokens // self._block_size * groups
         written = seq.block_table[first : first + groups]
         copied = self._pool.shared(written)
         if not missing and not copied:
             return ()
-        if num_tokens > (most := self._tables.num_slots):
+        if num_tokens > (most := self.tables.num_slots):
             raise RequestTooLongError(f"num_tokens: {num_tokens} do not fit the KV cache, which holds {most}")
         blocks = self._pool.allocate(missing + len(copied))
         if blocks is None:
@@ -276,7 +271,7 @@ class KVManager:
         if seq.num_published is not None and seq.names is not None:
             for name in self._names(seq, 0)[seq.num_published :]:
                 self._no_longer_coming(seq, name)
-        self._pool.release(self._tables.held(seq.block_table))
+        self._pool.release(self.tables.held(seq.block_table))
         seq.block_table = ()
         seq.num_shed = ()
         seq.num_computed_tokens = 0
@@ -285,14 +280,14 @@ class KVManager:
     def check(self) -> None:
         """Raise EngineDeadError unless the pool is sound and the tables are what it counts."""
         self._pool.check()
-        held = Counter(block for seq in self._holders for block in self._tables.held(seq.block_table))
+        held = Counter(block for seq in self._holders for block in self.tables.held(seq.block_table))
         if len(held) != self._pool.num_owned or any(self._pool.ref_count(block) != n for block, n in held.items()):
             raise EngineDeadError("KV cache: the block tables are not what the pool counts")
         for seq in self._holders:
-            stretches, left_over = divmod(len(seq.block_table), self._tables.num_groups)
+            stretches, left_over = divmod(len(seq.block_table), self.tables.num_groups)
             if left_over or seq.num_computed_tokens > stretches * self._block_size:
                 raise EngineDeadError(f"KV cache: request {seq.request_id} has more computed tokens than slots")
-            if self._tables.seen_from(seq.num_computed_tokens, seq.block_table) is None:
+            if self.tables.seen_from(seq.num_computed_tokens, seq.block_table) is None:
                 raise EngineDeadError(f"KV cache: request {seq.request_id} has given back blocks that it needs")
         if self._host is not None:
             self._host.check()
@@ -328,4 +323,4 @@ class KVManager:
 
     def _num_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Stretches of `block_size` tokens."""
-        return self._tables.stretches(num_tokens) - len(seq.block_table) // self._tables.num_groups
+        return self.tables.stretches(num_tokens) - len(seq.block_table) // self.tables.num_groups
