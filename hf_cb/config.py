@@ -71,6 +71,10 @@ class CBConfig:
     attention_backend: str | None = None
     """Name of the attention backend."""
 
+    overlap: bool | None = None
+    """Whether the next step is prepared and launched while the device computes this one. None: on GPUs, where the host's work
+    then costs no time; a token comes when the step after it has begun."""
+
     fallback: Fallback = "native"
     """What becomes of a call that the engine cannot serve: "native" runs it plainly, "error" raises UnsupportedCallError."""
 
@@ -94,6 +98,8 @@ class CBConfig:
             raise InvalidArgumentError(f"policy: takes {', '.join(_POLICIES)}, or a class; got {self.policy!r}")
         if not isinstance(self.prefix_cache, bool):
             raise InvalidArgumentError(f"prefix_cache: takes True or False; got {self.prefix_cache!r}")
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise InvalidArgumentError(f"overlap: takes True, False or None; got {self.overlap!r}")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             raise InvalidArgumentError(f"attention_backend: takes a name or None; got {self.attention_backend!r}")
 

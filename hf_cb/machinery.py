@@ -17,7 +17,7 @@ from hf_cb.errors import EngineDeadError, RequestFailedError
 from hf_cb.request import Request
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.lockstep import End, Lockstep, ReleaseKV
-from hf_cb.runtime.model_runner import ModelRunner
+from hf_cb.runtime.model_runner import Launched, ModelRunner
 from hf_cb.runtime.swap_space import SwapSpace
 from hf_cb.stats import StepRecord
 
@@ -49,6 +49,19 @@ class StepOutcome:
 
 
 @dataclass(slots=True, eq=False)
+class _Flight:
+    """A step between its schedule and its result."""
+
+    output: SchedulerOutput
+    before: Launched | None  # the step that its UNKNOWN tokens are from
+    began: float  # on `time.perf_counter()`'s clock, as the next
+    computing: float
+    blocks_used: int
+    tokens_stored: int
+    launched: Launched | None = None  # None: it is computed when its turn comes
+
+
+@dataclass(slots=True, eq=False)
 class Machinery:
     """What a worker drives, and exchanges as a whole when the model has changed. Owned by the worker's thread."""
 
@@ -58,6 +71,9 @@ class Machinery:
     swap_space: SwapSpace | None
     follow_weights: FollowWeights
     lockstep: Lockstep | None = None  # with the other ranks of a tensor-parallel model
+    overlaps: bool = False  # whether a step is scheduled and launched while the one before it is computed
+    _flight: _Flight | None = None
+    _idle_since: float = 0.0  # when the result of the latest step came
     _has_new: bool = False  # requests, whose callers may have written to the weights before
 
     def add(self, request: Request) -> None:
@@ -66,11 +82,25 @@ class Machinery:
         self.runner.add(request)
         self._has_new = True
 
-    def step(self) -> StepOutcome:
-        """Schedule, compute and take in one step. The scheduler has work.
+    def step(self, ahead: bool = True) -> StepOutcome:
+        """Schedule, compute and take in one step. There is work.
 
-        What fails ends the rows that are to blame, in the emissions; a lost device or a broken invariant raises.
+        With `overlaps`, the step after it is launched before this one's result is waited for, unless `ahead` is False or one
+        of its rows can't. What fails ends the rows that are to blame, in the emissions; a lost device or a broken invariant
+        raises.
         """
+        flight, self._flight = self._flight, None
+        if flight is None:
+            flight = self._begin(None)
+            if flight is None:
+                raise EngineDeadError("nothing can be scheduled although requests wait: the block accounting is broken")
+        if ahead and flight.launched is not None:
+            self._flight = self._begin(flight.launched)
+        return self._take_in(flight)
+
+    def _begin(self, before: Launched | None) -> _Flight | None:
+        """Schedule a step, and launch it if nobody has to wait for it. None: there is nothing to compute before the one that is
+        underway has ended."""
         scheduler = self.scheduler
         began = time.perf_counter()
         if self.cache.is_released:
@@ -79,28 +109,67 @@ class Machinery:
             scheduler.forget_prefixes()
         self._has_new = False
         output = scheduler.schedule()
-        if not output.rows:
-            raise EngineDeadError("nothing can be scheduled although requests wait: the block accounting is broken")
-        blocks_used = scheduler.blocks_used
-        tokens_stored = scheduler.tokens_stored + output.num_scheduled_tokens * scheduler.num_groups
         self._move_blocks(output)
-        computing = time.perf_counter()
-        result = self._execute(output)
-        scheduler.observe(output, time.perf_counter() - computing)
-        emissions = scheduler.update(output, result)
+        if not output.rows:
+            return None
+        flight = _Flight(
+            output,
+            before,
+            began,
+            computing=time.perf_counter(),
+            blocks_used=scheduler.blocks_used,
+            tokens_stored=scheduler.tokens_stored + output.num_scheduled_tokens * scheduler.num_groups,
+        )
+        if self.overlaps and self.runner.can_wait(output):
+            flight.launched = self._launch(output, before)
+        return flight
+
+    def _launch(self, output: SchedulerOutput, before: Launched | None) -> Launched | None:
+        try:
+            launched = self.runner.launch(output, before)
+        except _DEVICE_LOST:
+            raise
+        except Exception as error:  # it is tried again when its turn comes, in parts if need be
+            logger.debug("a step could not be launched ahead of its turn", exc_info=error)
+            return None
+        self.scheduler.advance(output)
+        return launched
+
+    def _take_in(self, flight: _Flight) -> StepOutcome:
+        scheduler, output = self.scheduler, flight.output
+        if flight.launched is None:
+            result = self._execute(scheduler.still_here(output), flight.before)
+            scheduler.advance(output)
+        else:
+            result = self._collect(flight.launched)
+        ended = time.perf_counter()
+        # What is underway at the same time counts once.
+        scheduler.observe(output, ended - max(flight.computing, self._idle_since))
+        emissions = scheduler.settle(output, result)
         record = StepRecord(
-            started=began,
-            seconds=time.perf_counter() - began,
+            started=flight.began,
+            seconds=time.perf_counter() - max(flight.began, self._idle_since),
             model_seconds=self.runner.model_seconds,
             rows=tuple((row.request_id, len(row.token_ids)) for row in output.rows),
             sampled=tuple(emission.request_id for emission in emissions if emission.token is not None),
             preempted=output.preempted,
             num_waiting=scheduler.num_waiting,
-            blocks_used=blocks_used,
-            tokens_stored=tokens_stored,
+            blocks_used=flight.blocks_used,
+            tokens_stored=flight.tokens_stored,
             block_size=self.cache.block_size,
         )
+        self._idle_since = ended
         return StepOutcome(emissions, output.cached, record)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would give anything."""
+        return self._flight is not None or self.scheduler.has_work
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether a step has been launched and not taken in; `step(ahead=False)` does."""
+        return self._flight is not None
 
     def forget_prefixes(self) -> None:
         """Begin anew with the weights as they are now, for sequences that are running too."""
@@ -152,7 +221,17 @@ class Machinery:
         assert self.swap_space is not None  # or the scheduler would have no host blocks to give
         return self.swap_space
 
-    def _execute(self, output: SchedulerOutput) -> StepResult:
+    def _collect(self, launched: Launched) -> StepResult:
+        try:
+            return self.runner.collect(launched)
+        except _DEVICE_LOST:
+            raise
+        except Exception as error:
+            output = launched.output
+            logger.error("a step of %d sequences failed; they end, the engine goes on", len(output.rows), exc_info=error)
+            return StepResult({}, {row.request_id: error for row in output.rows})
+
+    def _execute(self, output: SchedulerOutput, before: Launched | None) -> StepResult:
         """Compute the rows; where that fails, half of them at a time, until those to blame are found.
 
         A row's result does not depend on its company, and rows write to blocks of their own only: any part of a step can be
@@ -160,12 +239,12 @@ class Machinery:
         """
         attempts = 4 * len(output.rows).bit_length()
         results: list[StepResult] = []
-        parts = [output]
+        parts = [output] if output.rows else []
         while parts:
             part = parts.pop()
             attempts -= 1
             try:
-                results.append(self.runner.execute(part))
+                results.append(self.runner.execute(part, before) if before else self.runner.execute(part))
             except _DEVICE_LOST:
                 raise
             except Exception as error:

@@ -200,7 +200,7 @@ class Worker:
             while self._await_work():
                 self._take_in()
                 self._expire()
-                if not self._parked and self.machinery.scheduler.has_work:
+                if not self._parked and self.machinery.has_work:
                     self._step()
             self._end_all(EngineClosedError("the engine was shut down before this request ended"))
             self.machinery.end()
@@ -212,10 +212,10 @@ class Worker:
         """Sleep while there is nothing to do. False: the thread is to end. Sets `_parked` while a pause holds."""
         with self._changed:
             while True:
-                busy = self.machinery.scheduler.has_work
+                busy = self.machinery.has_work
                 if self._closing == "now" or (self._closing and not busy and not self._inbox):
                     return False
-                self._parked = self._pauses > 0 and not self._closing
+                self._parked = self._pauses > 0 and not self._closing and not self.machinery.is_underway
                 if self._parked:
                     self._park()
                 if self._inbox_is_ready() or self._aborts or (busy and not self._parked):
@@ -235,7 +235,7 @@ class Worker:
         """A replacement at the head waits until the old machinery is idle, and so does all that stands behind it."""
         if not self._inbox:
             return False
-        return not isinstance(self._inbox[0], _Replacement) or not self.machinery.scheduler.has_work
+        return not isinstance(self._inbox[0], _Replacement) or not self.machinery.has_work
 
     def _take_in(self) -> None:
         """Empty the inbox as far as a barrier allows, then apply the aborts.
@@ -301,7 +301,7 @@ class Worker:
         self._queues.pop(request_id).close(reason, error)
 
     def _step(self) -> None:
-        outcome = self.machinery.step()
+        outcome = self.machinery.step(ahead=not self._pauses)  # a pause waits for what is underway
         for request_id, num_tokens in outcome.cached:
             self._queues[request_id].admitted = True
             self._queues[request_id].num_cached_tokens = num_tokens

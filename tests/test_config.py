@@ -24,6 +24,7 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("queue_timeout", "target_itl_ms") for value in (0, -1, "5", True, float("nan"), float("inf"))),
     *(("policy", value) for value in ("lifo", None, 3)),
     *(("prefix_cache", value) for value in (None, 1, "yes")),
+    *(("overlap", value) for value in (1, "yes")),
     *(("attention_backend", value) for value in (5, True, ["reference"])),
 ]
 

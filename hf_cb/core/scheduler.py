@@ -14,7 +14,7 @@ from collections.abc import Sequence as Items
 from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.draft import Draft
 from hf_cb.core.kv_manager import KVManager
-from hf_cb.core.output import Emission, SchedulerOutput, StepResult
+from hf_cb.core.output import UNKNOWN, Emission, SchedulerOutput, StepResult
 from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.reach import ALL, Reach
@@ -32,6 +32,11 @@ class Scheduler:
     The cycle is `schedule()`, the step, `update()`. Nothing counts as computed before `update`: after a step that failed,
     `abort` those to blame and call `schedule` again, which gives everyone else the same tokens again. `add` and `abort` may
     come at any point of the cycle. Not thread-safe, except `check_fits`.
+
+    `update` is `advance()` and `settle()`. Between the two, while a step is underway on its device, the next one may be
+    scheduled already: a sequence that samples in the first goes on in the second with a token that is UNKNOWN as yet. If it
+    turns out to have ended with that token, what the second step computes for it is ignored: it went to blocks that nobody
+    else has before a third step, and counts for nothing.
 
     `max_batch_tokens`: token budget of a step. `max_batch_size`: the most sequences that run at a time. `num_blocks` x
     `block_size`: the KV cache, in tokens. `policy`: order of service, a fresh one; first come, first served if None.
@@ -112,7 +117,7 @@ class Scheduler:
 
     def tokens_of(self, request_id: int) -> tuple[int, ...]:
         """Prompt and output so far of a sequence that has not ended. KeyError for any other."""
-        return tuple(self._sequences[request_id].tokens)
+        return tuple(token for token in self._sequences[request_id].tokens if token != UNKNOWN)
 
     def check_fits(self, request: Request) -> None:
         """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask."""
@@ -166,7 +171,8 @@ class Scheduler:
         self._kv.forget_prefixes()
 
     def schedule(self) -> SchedulerOutput:
-        """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true."""
+        """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true, unless a
+        step is underway."""
         draft = Draft(self._budget())
         self._serve_running(draft)
         if not draft.preempted:  # else who is admitted now would be the next to be preempted
@@ -187,6 +193,31 @@ class Scheduler:
         Returns an emission for each row that got a token or ended, in the order of the rows. Raises EngineDeadError for a
         result without what it owes, or for an output that is not the latest.
         """
+        self.advance(output)
+        return self.settle(output, result)
+
+    def still_here(self, output: SchedulerOutput) -> SchedulerOutput:
+        """The same without the rows of sequences that have ended since."""
+        if all(row.request_id in self._sequences for row in output.rows):
+            return output
+        rows = tuple(row for row in output.rows if row.request_id in self._sequences)
+        return SchedulerOutput(rows, sum(len(row.token_ids) for row in rows))
+
+    def advance(self, output: SchedulerOutput) -> None:
+        """Count the step of the latest `schedule` as computed: it is underway, and what follows comes after it."""
+        for row in output.rows:
+            head = self._sequences.get(row.request_id)
+            if head is None:  # aborted since
+                continue
+            seq = head.beams[row.beam] if head.beams else head
+            if seq.num_computed_tokens != row.start or head.status is not Status.RUNNING:
+                raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
+            seq.num_computed_tokens += len(row.token_ids)
+            if row.samples and seq.request.search is None:
+                seq.tokens.append(UNKNOWN)
+
+    def settle(self, output: SchedulerOutput, result: StepResult) -> list[Emission]:
+        """Take in the result of the oldest step that was advanced. See `update`."""
         emissions = []
         for row in output.rows:
             head = self._sequences.get(row.request_id)
@@ -198,16 +229,15 @@ class Scheduler:
                 emissions.append(Emission(row.request_id, None, FinishReason.FAILED, error))
                 continue
             seq = head.beams[row.beam] if head.beams else head
-            if seq.num_computed_tokens != row.start or head.status is not Status.RUNNING:
-                raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
-            seq.num_computed_tokens += len(row.token_ids)
-            self._kv.publish(seq)
-            self._kv.shed(seq)
-            if seq.tails and not seq.lacks:
+            end = row.start + len(row.token_ids)
+            if head.status is Status.RUNNING:  # else it was preempted meanwhile, and only its token is new
+                self._kv.publish(seq, end)
+                self._kv.shed(seq, end)
+            if seq.tails and end == len(seq.tokens):
                 tails, seq.tails = seq.tails, ()
                 self._branch(seq, [(seq, tail) for tail in tails])
             elif row.samples and seq.request.search is None:
-                emissions.append(self._append(seq, result))
+                emissions.append(self._know(seq, end, result))
         for request_id, choice in result.choices.items():
             head = self._sequences.get(request_id)
             if head is not None:
@@ -252,7 +282,7 @@ class Scheduler:
             if seq.request_id not in self._running:  # preempted for one before it
                 continue
             end = min(seq.num_tokens, seq.num_computed_tokens + draft.left)
-            if end == seq.num_computed_tokens:  # a beam that waits for the others
+            if end == seq.num_computed_tokens or seq.is_full:  # a beam that waits for the others, or one that is about to end
                 continue
             copies = self._reserve_or_preempt(seq, end, draft)
             if copies is not None:
@@ -325,16 +355,19 @@ class Scheduler:
         self.num_preemptions += 1
         return pairs
 
-    def _append(self, seq: Sequence, result: StepResult) -> Emission:
+    def _know(self, seq: Sequence, position: int, result: StepResult) -> Emission:
+        """The token at `position` is known now."""
         token = result.tokens.get(seq.request_id)
         if token is None:
             raise EngineDeadError(f"request {seq.request_id}: the step gave neither a token nor an error")
-        seq.tokens.append(token)
+        if seq.tokens[position] != UNKNOWN:
+            raise EngineDeadError(f"request {seq.request_id}: the result is not that of the oldest step")
+        seq.tokens[position] = token
         self._policy.charge(seq, 0, 1)
         reason = None
         if token in seq.request.eos_token_ids or seq.request_id in result.stopped:
             reason = FinishReason.STOP
-        elif seq.num_output_tokens == seq.request.max_new_tokens:
+        elif position + 1 == seq.request.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._end(seq, reason)

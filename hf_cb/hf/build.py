@@ -77,7 +77,9 @@ def build(model: Any, config: CBConfig) -> Served:
         return Defaults() if current is None else defaults_of(current.generation_config, servable.max_positions)
 
     return Served(
-        machinery=Machinery(scheduler, runner, cache, swap_space, _follower(servable), lockstep),
+        machinery=Machinery(
+            scheduler, runner, cache, swap_space, _follower(servable), lockstep, _overlaps(config, servable.device, lockstep)
+        ),
         config=resolved,
         vocab_size=servable.vocab_size,
         max_positions=servable.max_positions,
@@ -88,6 +90,12 @@ def build(model: Any, config: CBConfig) -> Served:
         defaults=defaults,
         draw_seed=draw_seed,
     )
+
+
+def _overlaps(config: CBConfig, device: torch.device, lockstep: Lockstep | None) -> bool:
+    if lockstep is not None:  # the other ranks get sampled tokens with the next step
+        return False
+    return device.type == "cuda" if config.overlap is None else config.overlap
 
 
 def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None) -> Servable:

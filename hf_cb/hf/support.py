@@ -25,6 +25,7 @@ from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import Forward
 from hf_cb.runtime.port import AttentionPort
+from hf_cb.runtime.streams import streams_of
 
 logger = logging.getLogger("hf_cb")
 
@@ -250,7 +251,7 @@ def _run_packed(
         if not scheduled:
             break
         total = sum(len(row.token_ids) for row in scheduled)
-        batch = build_input_batch(SchedulerOutput(scheduled, total), block_size, device)
+        batch = build_input_batch(SchedulerOutput(scheduled, total), block_size, streams_of(device))
         port.begin(batch.steps)
         out = forward(batch.input_ids, batch.position_ids, torch.arange(total, device=device)).float()
         if any(calls != 1 for calls in port.calls):

@@ -14,6 +14,7 @@ import torch
 
 from hf_cb.request import SamplingParams
 from hf_cb.runtime.head import filter_by_head
+from hf_cb.runtime.streams import to_device
 
 
 class SeenTokens:
@@ -69,7 +70,8 @@ def _positions(
     if not any(len(ids) for _, ids in inside):
         return None
     rows = np.repeat([row for row, _ in inside], [len(ids) for _, ids in inside])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate([ids for _, ids in inside])).to(device)
+    columns = np.concatenate([ids for _, ids in inside])
+    return to_device(rows, torch.int64, device), to_device(columns, torch.int64, device)
 
 
 def warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -84,14 +86,14 @@ def warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor
         if not members:
             continue
         values = [float(getattr(params[i], option)) for i in members]
-        index = torch.tensor(members, device=scores.device)
+        index = to_device(members, torch.int64, scores.device)
         scores.index_copy_(0, index, apply(scores.index_select(0, index), values))
     return scores
 
 
 def _column(values: Sequence[float], scores: torch.Tensor) -> torch.Tensor:
     """One value per row, [n, 1], rounded to float32 as a scalar is."""
-    return torch.tensor(values, dtype=scores.dtype, device=scores.device)[:, None]
+    return to_device(values, scores.dtype, scores.device)[:, None]
 
 
 def _temperature(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
@@ -104,7 +106,7 @@ def _temperature(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
 def _top_k(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
     ks = [min(int(k), scores.size(-1)) for k in values]
     best = torch.topk(scores, max(ks))[0]
-    least = best.gather(1, torch.tensor(ks, device=scores.device)[:, None] - 1)
+    least = best.gather(1, to_device(ks, torch.int64, scores.device)[:, None] - 1)
     return scores.masked_fill_(scores < least, -math.inf)
 
 

@@ -15,6 +15,7 @@ from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.attention.step import LayerKV, LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.runtime.input_batch import build_input_batch
+from hf_cb.runtime.streams import streams_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use"),
@@ -47,7 +48,7 @@ def test_kernel(name: str, spec: LayerSpec, rows: tuple[tuple[int, int], ...]) -
     deck = torch.randperm(sum(counts) + 3, generator=generator).tolist()
     tables = [tuple(deck.pop() for _ in range(count)) for count in counts]
     scheduled = tuple(ScheduledRow(i, before, (0,) * new, tables[i], True) for i, (new, before) in enumerate(rows))
-    step = build_input_batch(SchedulerOutput(scheduled, sum(n for n, _ in rows)), size, CUDA).steps[0]
+    step = build_input_batch(SchedulerOutput(scheduled, sum(n for n, _ in rows)), size, streams_of(CUDA)).steps[0]
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(CUDA, spec.dtype)
