@@ -35,6 +35,7 @@ from hf_cb.runtime.kv_layout import KVLayout
 from hf_cb.runtime.lockstep import Lockstep
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
+from hf_cb.runtime.streams import streams_of
 from hf_cb.runtime.swap_space import SwapSpace
 
 # A CPU's step time grows with each token, so a budget this large already hides the cost of reading the weights.
@@ -56,7 +57,8 @@ def build(model: Any, config: CBConfig) -> Served:
     cache = _allocate(servable, resolved, facts, layout)
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
-    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep)
+    streams = streams_of(servable.device)
+    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams)
     scheduler = Scheduler(
         num_blocks=cache.num_blocks,
         block_size=resolved.block_size,
@@ -69,7 +71,7 @@ def build(model: Any, config: CBConfig) -> Served:
         target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
         reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
     )
-    swap_space = SwapSpace(cache, resolved.num_swap_blocks * num_groups) if resolved.num_swap_blocks else None
+    swap_space = SwapSpace(cache, resolved.num_swap_blocks * num_groups, streams) if resolved.num_swap_blocks else None
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
     def defaults() -> Defaults:

@@ -11,6 +11,7 @@ import torch
 
 from hf_cb.attention.step import LayerKV, LayerSpec
 from hf_cb.runtime.kv_layout import KVLayout
+from hf_cb.runtime.streams import to_device
 
 
 class KVCache:
@@ -50,10 +51,12 @@ class KVCache:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each; no target stands twice. All sources are read first."""
-        sources, targets = torch.tensor(pairs).T
-        for pair in self.tensors:
-            for blocks in pair:
-                blocks[targets.to(blocks.device)] = blocks[sources.to(blocks.device)]
+        indices: dict[torch.device, torch.Tensor] = {}
+        for blocks in (blocks for pair in self.tensors for blocks in pair):
+            if blocks.device not in indices:
+                indices[blocks.device] = to_device(np.array(pairs).T, torch.int64, blocks.device)
+            sources, targets = indices[blocks.device]
+            blocks[targets] = blocks[sources]
 
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
         shape = (self.num_blocks + 1, self.block_size, spec.num_kv_heads, head_size)
