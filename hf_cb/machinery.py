@@ -212,7 +212,7 @@ class Machinery:
         if output.swap_in:
             self._host().copy_in(output.swap_in)
         num_swapped = len(output.swap_out) + len(output.swap_in)
-        if num_swapped:
+        if num_swapped and self._host().waits:
             self.scheduler.swap_cost.observe_swap(num_swapped, time.perf_counter() - began)
         if output.copies:  # after what was swapped out: a copy may go to one of those blocks
             self.cache.copy(output.copies)

@@ -28,7 +28,9 @@ class Download(abc.ABC):
 
 
 class Streams(abc.ABC):
-    """Of one device."""
+    """Of one device. `waits`: whether a copy is done when the call returns."""
+
+    waits: bool
 
     @abc.abstractmethod
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -46,6 +48,8 @@ class Streams(abc.ABC):
 
 class HostStreams(Streams):
     """Of a CPU, or of a device for which torch's plain calls, which return when the copy is done, are good enough."""
+
+    waits = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,6 +77,8 @@ class _Here(Download):
 
 class CudaStreams(Streams):
     """Of a CUDA device."""
+
+    waits = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -31,6 +31,11 @@ class SwapSpace:
         """Tokens per block."""
         return self._cache.block_size
 
+    @property
+    def waits(self) -> bool:
+        """Whether a copy is done when the call returns, so that its time can be taken."""
+        return self._streams.waits
+
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (block of the cache, block of this space) each."""
         for device, host in self._swapping():

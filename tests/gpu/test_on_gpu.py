@@ -14,6 +14,7 @@ from hf_cb.attention.backend import attention_backend_names, block_multiple, loa
 from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.attention.step import LayerKV, LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.swap_cost import SwapCost
 from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.streams import streams_of
 
@@ -83,3 +84,46 @@ def test_same_tokens_in_float32(name: str, options: dict[str, Any]) -> None:
         assert [list(result.tokens) for result in engine.generate_batch(prompts, max_new_tokens=16)] == want
         assert torch.equal(model.generate(prompts[1][None].to(CUDA), max_new_tokens=8, num_beams=3), beams)
         assert engine.stats().native_calls == {}
+
+
+def test_no_launch_waits_for_the_gpu() -> None:
+    """torch raises where a launch would wait; the tokens are those of an engine that waits for each step."""
+    model = models.tiny("llama", head_dim=64).to(CUDA, torch.bfloat16)
+    prompts = [torch.arange(3, 3 + n) for n in (5, 40, 17)]
+    calls: list[dict[str, Any]] = [
+        {},
+        {"do_sample": True, "seed": 1},
+        {"do_sample": True, "top_p": 0.9, "top_k": 20, "seed": 2},
+    ]
+
+    def answers(engine: hf_cb.Engine) -> list[tuple[int, ...]]:
+        handles = [engine.submit(p, max_new_tokens=30, **c) for p, c in zip(prompts, calls, strict=True)]
+        return [handle.result().tokens for handle in handles]
+
+    with hf_cb.continuous_batching(model, overlap=False) as engine:
+        want = answers(engine)
+    with hf_cb.continuous_batching(model, overlap=True) as engine:
+        assert answers(engine) == want  # kernels are compiled and memory is taken
+        runner = engine._worker.machinery.runner
+        launch = runner.launch
+
+        def strictly(*args: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        runner.launch = strictly  # type: ignore[method-assign]
+        assert answers(engine) == want
+
+
+def test_swaps_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapCost, "is_cheaper", lambda *_: True)
+    model = models.tiny("llama").to(CUDA)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, models.VOCAB, (60,), generator=generator) for _ in range(8)]
+    want = [type(model).generate(model, p[None].to(CUDA), max_new_tokens=60)[0, 60:].tolist() for p in prompts]
+    with hf_cb.continuous_batching(model, block_size=16, num_blocks=20, swap_space="64MiB") as engine:
+        assert [list(result.tokens) for result in engine.generate_batch(prompts, max_new_tokens=60)] == want
+        assert engine.stats().swaps > 0
