@@ -18,6 +18,7 @@ from hf_cb.core.output import UNKNOWN, Emission, SchedulerOutput, StepResult
 from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.reach import ALL, Reach
+from hf_cb.core.running import Running
 from hf_cb.core.sequence import Sequence
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
@@ -61,28 +62,25 @@ class Scheduler:
         swap_cost: SwapCost | None = None,
         reaches: Items[Reach] = (ALL,),
     ) -> None:
-        for name, value in (("max_batch_tokens", max_batch_tokens), ("max_batch_size", max_batch_size)):
-            if value < 1:
-                raise InvalidArgumentError(f"{name}: takes an integer >= 1; got {value}")
+        if max_batch_tokens < 1:
+            raise InvalidArgumentError(f"max_batch_tokens: takes an integer >= 1; got {max_batch_tokens}")
         self._kv = KVManager(BlockPool(num_blocks), block_size, prefix_cache, num_host_blocks, reaches, max_batch_tokens)
         self.num_preemptions = 0
         self.num_swaps = 0  # how many of those were moved to the host's memory
         self.swap_cost = swap_cost or SwapCost(0.0)
         self._max_batch_tokens = max_batch_tokens
-        self._max_batch_size = max_batch_size
         self._policy: Policy = FCFS() if policy is None else policy
         self._sequences: dict[int, Sequence] = {}  # waiting and running
-        self._running: dict[int, Sequence] = {}  # in the order of admission
+        self._running = Running(max_batch_size)
         self._arrivals = itertools.count()
         self._pacer = None if target_itl is None else Pacer(target_itl, block_size)
         self._watermark = num_blocks // _WATERMARK
         self._is_crowded = False  # somebody was preempted, and nobody has ended since
-        self._num_rows = 0  # of the running requests, each counted by its width
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks and get tokens; a request with beams counts as all of them."""
-        return self._num_rows
+        return self._running.num_taken
 
     @property
     def num_waiting(self) -> int:
@@ -92,7 +90,7 @@ class Scheduler:
     @property
     def num_seats(self) -> int:
         """How many more may run. (Who waits may be about to be admitted, so that says nothing.)"""
-        return self._max_batch_size - self.num_running
+        return self._running.num_seats - self._running.num_taken
 
     @property
     def has_work(self) -> bool:
@@ -122,9 +120,9 @@ class Scheduler:
     def check_fits(self, request: Request) -> None:
         """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask."""
         slots = request.max_tokens - 1  # the last token is never fed back, so it needs no slot
-        if request.width > self._max_batch_size:
+        if request.width > self._running.num_seats:
             raise RequestTooLongError(
-                f"num_beams: {request.width} beams run together, and max_batch_size is {self._max_batch_size}"
+                f"num_beams: {request.width} beams run together, and max_batch_size is {self._running.num_seats}"
             )
         needed = self._kv.tables.num_needed(len(request.prompt), slots, request.width)
         if request.width > 1 and needed > self._kv.tables.num_blocks:
@@ -165,7 +163,7 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Take all blocks from those that run, and forget what is in them: the memory is going. They wait, in their order."""
-        for seq in reversed(list(self._running.values())):
+        for seq in reversed(list(self._running)):
             self._preempt(seq)
         self._is_crowded = False  # they had room together
         self._kv.forget_prefixes()
@@ -251,10 +249,7 @@ class Scheduler:
         waiting = [seq for seq in self._sequences.values() if seq.status is Status.WAITING]
         if len(running) + len(waiting) != len(self._sequences) or len(waiting) != len(self._policy):
             raise EngineDeadError("scheduler: a sequence is neither waiting nor running")
-        if {seq.request_id for seq in running} != self._running.keys() or self._num_rows > self._max_batch_size:
-            raise EngineDeadError("scheduler: the running sequences are not those that were admitted, or are too many")
-        if sum(seq.request.width for seq in running) != self._num_rows:
-            raise EngineDeadError("scheduler: the running sequences are not as many as it counts")
+        self._running.check(running)
         if any(seq.block_table or seq.num_computed_tokens or seq.beams for seq in waiting):
             raise EngineDeadError("scheduler: a waiting sequence holds blocks")
         if self._kv.blocks_used and not running:
@@ -264,22 +259,19 @@ class Scheduler:
         """Tokens of the next step."""
         if self._pacer is None:
             return self._max_batch_tokens
-        singles = sum(map(_lacks_one_token, self._members()))
+        singles = sum(map(_lacks_one_token, self._running.members()))
         if not singles:
             return self._max_batch_tokens
         return min(self._max_batch_tokens, singles + self._pacer.allowance())
 
-    def _members(self) -> list[Sequence]:
-        return [member for seq in self._running.values() for member in (seq.beams or (seq,))]
-
     def _serve_running(self, draft: Draft) -> None:
-        running = self._members()
+        running = self._running.members()
         if self._pacer is not None:  # a prompt must not take what the budget has for the next token of the others
             running.sort(key=_lacks_one_token, reverse=True)
         for seq in running:
             if draft.left == 0:
                 return
-            if seq.request_id not in self._running:  # preempted for one before it
+            if seq not in self._running:  # preempted for one before it
                 continue
             end = min(seq.num_tokens, seq.num_computed_tokens + draft.left)
             if end == seq.num_computed_tokens or seq.is_full:  # a beam that waits for the others, or one that is about to end
@@ -292,7 +284,7 @@ class Scheduler:
         """Blocks for `seq` up to position `end`, at the cost of the less deserving, and which of them are to be copied first.
         None: it is itself the least deserving."""
         while (copies := self._kv.reserve(seq, end)) is None:
-            victim = self._policy.victim(self._running.values())
+            victim = self._policy.victim(self._running)
             draft.revoke(victim)
             draft.swap_out += self._preempt(victim, may_move=True)
             if victim.request_id == seq.request_id:
@@ -302,9 +294,10 @@ class Scheduler:
     def _admit(self, draft: Draft) -> None:
         while draft.left > 0:
             seq = self._policy.next_waiting()
-            if seq is None or self._num_rows + seq.request.width > self._max_batch_size:
+            if seq is None or not self._running.has_seats_for(seq):
                 return
-            start = None if seq.host_blocks else self._kv.find_start(seq, self._sibling(seq))
+            sibling = self._running.get(seq.request.fork_of)
+            start = None if seq.host_blocks else self._kv.find_start(seq, sibling)
             if start is None and not seq.host_blocks:
                 return  # what it needs next is being computed: wait for that rather than compute it twice
             # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
@@ -323,18 +316,16 @@ class Scheduler:
             assert copies is not None  # can_reserve said so, for more
             self._policy.remove(seq)
             seq.status = Status.RUNNING
-            self._running[seq.request_id] = seq
-            self._num_rows += seq.request.width
+            self._running.join(seq)
             draft.grant(seq, end, copies)
-
-    def _sibling(self, seq: Sequence) -> Sequence | None:
-        return None if seq.request.fork_of is None else self._running.get(seq.request.fork_of)
 
     def _headroom(self) -> int:
         """Blocks to leave free for those that run, so that who is admitted is not preempted, or preempts, right away."""
         if not self._running:
             return 0
-        return max(self._watermark, self._num_rows * self._kv.tables.num_groups) if self._is_crowded else self._watermark
+        if not self._is_crowded:
+            return self._watermark
+        return max(self._watermark, self.num_running * self._kv.tables.num_groups)
 
     def _preempt(self, seq: Sequence, may_move: bool = False) -> tuple[tuple[int, int], ...]:
         """Take `seq`'s blocks. It keeps its tokens; when it is resumed, it computes their keys and values again, or has them
@@ -348,7 +339,7 @@ class Scheduler:
             self._release(seq)
         if seq.beams:
             seq.fold()
-        self._leave(seq)
+        self._running.leave(seq)
         seq.status = Status.WAITING
         self._policy.put_back(seq)
         self._is_crowded = True
@@ -397,13 +388,9 @@ class Scheduler:
         for member in seq.members:
             self._kv.release(member)
 
-    def _leave(self, seq: Sequence) -> None:
-        del self._running[seq.request_id]
-        self._num_rows -= seq.request.width
-
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.status is Status.RUNNING:
-            self._leave(seq)
+            self._running.leave(seq)
         else:
             self._policy.remove(seq)
         self._release(seq)
