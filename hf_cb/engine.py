@@ -40,6 +40,7 @@ class Served:
     attention_backend: str
     attention_reason: str
     packed_bytes: int
+    compile_reason: str
     defaults: Callable[[], Defaults] = field(repr=False)
     draw_seed: Callable[[], int] = field(repr=False)
 
@@ -191,8 +192,12 @@ class Engine:
         with self._native_lock:
             native = dict(self._native_calls)
         if served is None or worker is None:
-            return EngineStats(0, 0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", self._reason or "", 0)
+            reason = self._reason or ""
+            return EngineStats(
+                *(0, 0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", reason, 0, 0, reason, reason)
+            )
         meter, scheduler = worker.meter, worker.machinery.scheduler
+        graphs = worker.machinery.runner.graphs
         steps = max(1, meter.steps)
         return EngineStats(
             running=scheduler.num_running,
@@ -215,6 +220,9 @@ class Engine:
             attention_backend=served.attention_backend,
             attention_reason=served.attention_reason,
             packed_bytes=served.packed_bytes,
+            graphs=graphs.count if graphs is not None else 0,
+            graph_reason=graphs.reason if graphs is not None else "none were asked for",
+            compile_reason=served.compile_reason,
         )
 
     def steps(self) -> list[StepRecord]:
