@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -151,7 +152,7 @@ class _Graph:
 
 class _Pool:
     def __init__(self) -> None:
-        self.graphs: list[_Graph] = []
+        self.graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
     def spoil_others(self, running: _Graph | None) -> None:
         for graph in self.graphs:
@@ -186,7 +187,7 @@ def _capture(device: Device) -> Callable[..., Any]:
                 recorder.undo()
             _lock.release()
         cuda_graph.calls, cuda_graph.pool = recorder.calls, pool or _Pool()
-        cuda_graph.pool.graphs.append(cuda_graph)
+        cuda_graph.pool.graphs.add(cuda_graph)
         cuda_graph.taken = sum(tensor.nbytes for call in recorder.calls for _, tensor in call.made)
         device.free -= cuda_graph.taken
         with torch.inference_mode():

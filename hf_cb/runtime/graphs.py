@@ -228,12 +228,13 @@ class DecodeGraphs:
     def _record(self, inputs: _Inputs) -> torch.cuda.CUDAGraph:
         """Warm up, then capture, on a side stream, as torch's notes on CUDA graphs say. Raises what goes wrong."""
         current = torch.cuda.current_stream(self._device)
-        side = self._side = self._side or torch.cuda.Stream(self._device)
+        side = self._side = self._side or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         side.wait_stream(current)
         # torch.cuda.graph doesn't leave its stream when the capture fails: the outer context does.
         with torch.cuda.stream(side):
-            with _NoWaiting():  # a capture that fails leaves torch's random generator unusable: see it coming
+            # A capture that fails leaves torch's random generator unusable: see it coming.
+            with _NoWaiting():  # type: ignore[no-untyped-call]
                 logits = self._compute(inputs)
             self._make_room(logits)
             del logits
@@ -263,12 +264,15 @@ class DecodeGraphs:
             self._port.end()
 
 
-class _NoWaiting(TorchDispatchMode):
+class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses ops on whose result the host would wait, or that bring numbers from the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _makes_wait(func, args):
             raise _WaitsError(f"its forward waits for the device in {func}")
+        if func._can_decompose():  # in inference mode, what is made of other ops comes as a whole
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in _COPIES and len({t.device.type for t in (out, *args) if isinstance(t, torch.Tensor)}) > 1:
             raise _WaitsError(f"its forward copies between host and device in {func}")

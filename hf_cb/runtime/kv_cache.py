@@ -16,8 +16,8 @@ from hf_cb.runtime.kv_layout import KVLayout
 class KVCache:
     """Key and value blocks of every layer, indexed alike: block b of the pool is block b in the tensors of its group's layers.
 
-    Two more: a block of zeros stands for those that a group has given back, and no row writes to it; `scratch_block` is for rows
-    that only fill up a batch to a certain size.
+    Two more: a block of zeros stands for those that a group has given back, and no row writes to it; `scratch_block` is for
+    rows that only fill up a batch to a certain size.
     """
 
     def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int, layout: KVLayout | None = None) -> None:

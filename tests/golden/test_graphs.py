@@ -24,6 +24,11 @@ NEW = (14, 9, 20, 6, 16)  # rows leave one after the other: the batch passes thr
 KERNELS = {"flash_attn_2": 256, "flash_attn_3": 4, "flash_attn_4": 4}
 
 
+@pytest.fixture(autouse=True)
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_FEWEST_KEYS", 8)  # so that rows of a few dozen tokens pass through several sizes
+
+
 @pytest.fixture
 def device() -> Iterator[Device]:
     with emulators.installed("flash_attn_3", (torch.float32,)), graph_emulator.emulated() as device:
@@ -46,8 +51,7 @@ def plain(model: PreTrainedModel, **options: Any) -> list[list[int]]:
 
 def ask_all(engine: hf_cb.Engine, model: PreTrainedModel, **options: Any) -> list[list[int]]:
     calls = [
-        lambda p=p, n=n: model.generate(p, max_new_tokens=n, **options)[0].tolist()
-        for p, n in zip(prompts(), NEW, strict=True)
+        lambda p=p, n=n: model.generate(p, max_new_tokens=n, **options)[0].tolist() for p, n in zip(prompts(), NEW, strict=True)
     ]
     return crowd.answers(engine, calls)
 
@@ -69,14 +73,178 @@ def test_same_tokens_through_each_kernel(kernel: str, name: str) -> None:
         assert device.events.count("replay") > 20
 
 
-@pytest.mark.parametrize("more", [{"num_blocks": 20}, {"max_batch_tokens": 8}, {"num_blocks": 20, "swap_space": "1MiB"}])
-def test_preemption_chunks_and_prefixes(device: Device, more: dict[str, Any]) -> None:
+MORE = {
+    "preemption": {"num_blocks": 17},
+    "swapping": {"num_blocks": 17, "swap_space": "1MiB"},
+    "chunks": {"max_batch_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
+def test_preemption_and_chunks(device: Device, more: dict[str, Any]) -> None:
     model = models.tiny("llama", head_dim=16)
     want = plain(model)
     with hf_cb.continuous_batching(model, **options(**more)) as engine:
-        for _ in range(2):  # the second time with the prefixes of the first
+        for _ in range(2):
             assert ask_all(engine, model) == want
         stats = engine.stats()
-        assert stats.graphs > 0, stats.graph_reason
-        assert stats.prefix_hits > 0
-        assert stats.preemptions > 0 or "max_batch_tokens" in more
+    assert stats.graphs > 0, stats.graph_reason
+    assert stats.preemptions > 0 or "max_batch_tokens" in more
+    assert stats.swaps > 0 or "swap_space" not in more
+
+
+def test_prefixes(device: Device) -> None:
+    model = models.tiny("llama", head_dim=16)
+    want = [tokens[n:] for tokens, n in zip(plain(model), LENGTHS, strict=True)]
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        for _ in range(3):
+            handles = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts(), NEW, strict=True)]
+            assert [list(handle.result().tokens) for handle in handles] == want
+        assert engine.stats().graphs > 0
+        assert engine.stats().prefix_hits > 0
+
+
+def test_windows_in_groups_of_layers(device: Device) -> None:
+    """Blocks that a group has given back are the block of zeros in its table, and the others' are not."""
+    model = models.tiny(
+        "gemma3_text", head_dim=16, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
+    )
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        assert len(engine._served.machinery.cache.layout.groups) > 1
+        for _ in range(2):
+            assert ask_all(engine, model) == want
+        assert engine.stats().graphs > 2
+
+
+@pytest.mark.parametrize("more", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 12}])
+def test_beams_and_samples(device: Device, more: dict[str, Any]) -> None:
+    """Beams keep logits of earlier steps: those are not the graph's."""
+    model = models.tiny("llama", head_dim=16)
+
+    def ask(generate: Any) -> list[list[int]]:
+        torch.manual_seed(5)
+        return [generate(p, max_new_tokens=n, **more).tolist() for p, n in zip(prompts(), NEW, strict=True)]
+
+    want = [
+        type(model).generate(model, p, max_new_tokens=n, num_beams=3)[0].tolist() for p, n in zip(prompts(), NEW, strict=True)
+    ]
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        if "num_beams" in more:
+            assert ask_all(engine, model, **more) == want
+        with_graphs = ask(model.generate)
+        assert engine.stats().graphs > 1
+    with hf_cb.continuous_batching(model, **options(graph_memory=0)) as engine:
+        assert ask(model.generate) == with_graphs
+        assert (engine.stats().graphs, engine.stats().graph_reason) == (0, "graph_memory is 0")
+
+
+def test_memory_given_back_and_taken_again(device: Device) -> None:
+    model = models.tiny("llama", head_dim=16)
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        assert ask_all(engine, model) == want
+        free, graphs_before = device.free, engine.stats().graphs
+        assert graphs_before > 0
+        with engine.pause(release_kv=True):
+            assert engine.stats().graphs == 0
+            assert device.free > free
+        for _ in range(2):
+            assert ask_all(engine, model) == want
+        assert engine.stats().graphs >= graphs_before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["in place", "through .data", "another storage"])
+def test_weights_that_change(device: Device, how: str) -> None:
+    """Graphs read new numbers where the old ones were; new addresses need new graphs."""
+    model = models.tiny("llama", head_dim=16)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        want = plain(model)
+        for _ in range(3):  # until every size has come often enough
+            assert ask_all(engine, model) == want
+        captures = device.events.count("capture")
+        with engine.pause():
+            for parameter in model.parameters():
+                if how == "in place":
+                    parameter.mul_(1.1)
+                elif how == "through .data":
+                    parameter.data.mul_(1.1)
+                else:
+                    parameter.data = parameter.data * 1.1
+        assert ask_all(engine, model) == plain(model)
+        again = device.events.count("capture") - captures
+        assert (again > 0) == (how == "another storage")
+
+
+def test_a_capture_that_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.tiny("llama", head_dim=16)
+    want = plain(model)
+    device.broken = True
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        assert ask_all(engine, model) == want
+        assert engine.stats().graphs == 0
+        assert "operation failed due to a previous error" in engine.stats().graph_reason
+        assert device.events.count("capture") == 1, "it is the model: no other size is tried"
+    assert sum("can't be captured" in record.message for record in caplog.records) == 1
+
+
+def test_a_later_capture_that_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """Its sizes run without for good; the graphs that there are stay in use."""
+    model = models.tiny("llama", head_dim=16)
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        model.generate(prompts()[0], max_new_tokens=12)
+        graphs_before = engine.stats().graphs
+        assert graphs_before > 0
+        device.broken = True
+        replays = device.events.count("replay")
+        for _ in range(2):
+            assert ask_all(engine, model) == want
+        assert model.generate(prompts()[0], max_new_tokens=NEW[0])[0].tolist() == want[0]
+        assert engine.stats().graphs == graphs_before
+        assert "could not be captured" in engine.stats().graph_reason
+        assert device.events.count("replay") > replays
+    assert sum("can't be captured" in record.message for record in caplog.records) == 1
+
+
+def test_a_model_that_waits_for_the_device(device: Device) -> None:
+    """Seen in the warm-up: nothing is captured. And were it not seen, the capture would fail, and the step is computed."""
+    model = models.tiny("llama+dynamic_rope", head_dim=16)
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        assert ask_all(engine, model) == want
+        assert "its forward waits for the device" in engine.stats().graph_reason
+        assert "capture" not in device.events
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "_makes_wait", lambda *_: False)
+        with hf_cb.continuous_batching(model, **options()) as engine:
+            assert ask_all(engine, model) == want
+            assert "not permitted when stream is capturing" in engine.stats().graph_reason
+            assert "capture" in device.events
+
+
+def test_the_memory_limit(device: Device) -> None:
+    model = models.tiny("llama", head_dim=16)
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options(max_batch_size=8)) as engine:
+        assert ask_all(engine, model) == want
+        without_limit = engine.stats().graphs
+    with hf_cb.continuous_batching(model, **options(max_batch_size=8, graph_memory=100_000)) as engine:
+        for _ in range(2):
+            assert ask_all(engine, model) == want
+        stats = engine.stats()
+    assert 0 < stats.graphs < without_limit
+    assert "graph_memory is 100000" in stats.graph_reason
+
+
+def test_what_is_never_captured(device: Device) -> None:
+    model = models.tiny("llama", head_dim=16)
+    with hf_cb.continuous_batching(model, attention_backend="torch_grouped", pack_memory=0) as engine:
+        assert engine.stats().graph_reason == "torch_grouped needs numbers on the host in each step"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "DEVICES", ("cuda",))
+        with hf_cb.continuous_batching(model, **options()) as engine:
+            assert engine.stats().graph_reason == "CUDA graphs run on cuda, not on cpu"
+            assert ask_all(engine, model) == plain(model)
+    assert "capture" not in device.events
