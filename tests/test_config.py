@@ -23,7 +23,8 @@ WRONG: list[tuple[str, Any]] = [
     *(("max_queue_size", value) for value in (-1, 2.0, "5", True)),
     *((name, value) for name in ("queue_timeout", "target_itl_ms") for value in (0, -1, "5", True, float("nan"), float("inf"))),
     *(("policy", value) for value in ("lifo", None, 3)),
-    *(("prefix_cache", value) for value in (None, 1, "yes")),
+    *((name, value) for name in ("prefix_cache", "compile") for value in (None, 1, "yes")),
+    *(("graph_memory", value) for value in (-1, 0.5, "5", True, False, [])),
     *(("attention_backend", value) for value in (5, True, ["reference"])),
 ]
 

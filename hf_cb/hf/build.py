@@ -87,7 +87,7 @@ def build(model: Any, config: CBConfig) -> Served:
         attention_backend=servable.backend.name,
         attention_reason=servable.backend_reason,
         packed_bytes=servable.packs.num_bytes,
-        compile_reason="not asked for",
+        compiled=servable.compiled,
         defaults=defaults,
         draw_seed=draw_seed,
     )
@@ -96,7 +96,9 @@ def build(model: Any, config: CBConfig) -> Served:
 def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None) -> Servable:
     """As `examine`; the ranks of a tensor-parallel model, which all come here, serve it together or not at all."""
     if lockstep is None:
-        return examine(model, config.attention_backend, _pack_memory(config), config.block_size)
+        return examine(model, config.attention_backend, _pack_memory(config), config.block_size, config.compile)
+    if config.compile:
+        raise InvalidArgumentError(f"compile: takes False for a tensor-parallel model; got {config.compile!r}")
     if config.swap_space:
         raise InvalidArgumentError(f"swap_space: takes 0 for a tensor-parallel model; got {config.swap_space!r}")
     reason: str | None = None
