@@ -62,7 +62,7 @@ class CompiledLayers:
 
     def give_up(self, error: Exception) -> None:
         """Leave the layers to their own forward."""
-        brief = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+        brief = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         logger.warning("torch.compile is not used: the model's layers don't run with it (%s)", brief)
         self.reason = f"failed ({brief})"
         for layer in self._layers:

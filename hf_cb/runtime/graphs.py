@@ -218,7 +218,7 @@ class DecodeGraphs:
         return captured
 
     def _note_failure(self, sizes: Sizes, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}" if str(error) else type(error).__name__
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         if not self._failures:
             logger.warning("a decode step can't be captured as a CUDA graph and runs as before (%s)", reason)
         self._failures[sizes] = reason

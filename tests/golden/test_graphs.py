@@ -12,6 +12,7 @@ import models
 import pytest
 import torch
 from graph_emulator import Device
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 import hf_cb
@@ -115,6 +116,11 @@ def test_windows_in_groups_of_layers(device: Device) -> None:
         for _ in range(2):
             assert ask_all(engine, model) == want
         assert engine.stats().graphs > 2
+        cache = engine._served.machinery.cache
+        for part in (part for pair in cache.tensors for part in pair):
+            assert not part[cache.num_blocks].any(), "rows that only fill up write elsewhere"
+            assert part[cache.scratch_block, 0].any()
+            assert not part[cache.scratch_block, 1:].any()
 
 
 @pytest.mark.parametrize("more", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 12}])
@@ -175,6 +181,25 @@ def test_weights_that_change(device: Device, how: str) -> None:
         assert ask_all(engine, model) == plain(model)
         again = device.events.count("capture") - captures
         assert (again > 0) == (how == "another storage")
+
+
+@pytest.mark.filterwarnings("ignore:Already unmerged:UserWarning")
+def test_adapters_merged_meanwhile(device: Device) -> None:
+    """Whether they are, PEFT's layers ask in Python: what was captured before would add them twice."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(models.tiny("llama", head_dim=16), config).eval()
+    prompt, asked = prompts()[3], {"max_new_tokens": 12}
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        own = model.get_base_model()
+        for change in (lambda: None, model.merge_adapter, model.unmerge_adapter):
+            with engine.pause():
+                change()
+            want = type(own).generate(own, prompt, **asked).tolist()
+            assert own.generate(prompt, **asked).tolist() == want
+            assert engine.stats().graphs > 0
+        assert engine.stats().native_calls == {}
 
 
 def test_a_capture_that_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:

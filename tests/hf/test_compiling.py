@@ -45,7 +45,7 @@ def counters() -> Any:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_same_tokens_and_no_compilation_while_serving(name: str, counters: Any) -> None:
     model = models.tiny(name)
     with hf_cb.continuous_batching(model, compile=True) as engine:
