@@ -229,32 +229,37 @@ class DecodeGraphs:
         """Warm up, then capture, on a side stream, as torch's notes on CUDA graphs say. Raises what goes wrong."""
         current = torch.cuda.current_stream(self._device)
         side = self._side = self._side or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
         side.wait_stream(current)
-        # torch.cuda.graph doesn't leave its stream when the capture fails: the outer context does.
-        with torch.cuda.stream(side):
-            # A capture that fails leaves torch's random generator unusable: see it coming.
-            with _NoWaiting():  # type: ignore[no-untyped-call]
-                logits = self._compute(inputs)
-            self._make_room(logits)
-            del logits
-            self._compute(inputs)
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()  # as the capture's beginning does: not to be counted
-            free = torch.cuda.mem_get_info(self._device)[0]
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may take memory meanwhile, which the mode "global" would make an error of theirs.
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                assert self._logits is not None
-                self._logits[: inputs.input_ids.shape[1]].copy_(self._compute(inputs))
-            self._used += max(0, free - torch.cuda.mem_get_info(self._device)[0])
-        current.wait_stream(side)
-        return graph
+        try:
+            # torch.cuda.graph doesn't leave its stream when the capture fails: this context does.
+            with torch.cuda.stream(side):
+                self._warm_up(inputs)
+                return self._capture_on(side, inputs)
+        finally:  # also when it fails: the warm-up may still read the inputs and write keys and values
+            current.wait_stream(side)
 
-    def _make_room(self, logits: torch.Tensor) -> None:
+    def _warm_up(self, inputs: _Inputs) -> None:
+        # A capture that fails can leave torch's random generator in its capturing mode: see it coming.
+        with _NoWaiting():  # type: ignore[no-untyped-call]
+            logits = self._compute(inputs)
         if self._logits is None:
             self._logits = logits.new_empty(_rounded(self._max_rows), logits.shape[1])
             self._used += self._logits.nbytes
+        del logits
+        self._compute(inputs)
+
+    def _capture_on(self, side: torch.cuda.Stream, inputs: _Inputs) -> torch.cuda.CUDAGraph:
+        assert self._logits is not None
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # as the capture's beginning does: not to be counted
+        free = torch.cuda.mem_get_info(self._device)[0]
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may take memory meanwhile, which the mode "global" would make an error of theirs.
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            self._logits[: inputs.input_ids.shape[1]].copy_(self._compute(inputs))
+        self._used += max(0, free - torch.cuda.mem_get_info(self._device)[0])
+        return graph
 
     def _compute(self, inputs: _Inputs) -> torch.Tensor:
         self._port.begin(inputs.steps)
