@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hf_cb.admission import QueueLimits
 from hf_cb.config import CBConfig, ResolvedConfig
@@ -28,6 +28,15 @@ from hf_cb.stats import EngineStats, StepRecord
 from hf_cb.worker import Worker
 
 
+class Compiled(Protocol):
+    """What torch.compile made of a model."""
+
+    @property
+    def reason(self) -> str:
+        """What became of CBConfig.compile, in a few words."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model in service: what the worker drives, and what a request is checked against."""
@@ -40,6 +49,7 @@ class Served:
     attention_backend: str
     attention_reason: str
     packed_bytes: int
+    compiled: Compiled
     defaults: Callable[[], Defaults] = field(repr=False)
     draw_seed: Callable[[], int] = field(repr=False)
 
@@ -191,8 +201,12 @@ class Engine:
         with self._native_lock:
             native = dict(self._native_calls)
         if served is None or worker is None:
-            return EngineStats(0, 0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", self._reason or "", 0)
+            reason = self._reason or ""
+            return EngineStats(
+                *(0, 0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", reason, 0, 0, reason, reason)
+            )
         meter, scheduler = worker.meter, worker.machinery.scheduler
+        graphs = worker.machinery.runner.graphs
         steps = max(1, meter.steps)
         return EngineStats(
             running=scheduler.num_running,
@@ -215,6 +229,9 @@ class Engine:
             attention_backend=served.attention_backend,
             attention_reason=served.attention_reason,
             packed_bytes=served.packed_bytes,
+            graphs=graphs.count if graphs is not None else 0,
+            graph_reason=graphs.reason if graphs is not None else "none were asked for",
+            compile_reason=served.compiled.reason,
         )
 
     def steps(self) -> list[StepRecord]:

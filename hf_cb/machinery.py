@@ -179,6 +179,8 @@ class Machinery:
     def release_kv(self) -> None:
         """Give the KV memory back until the next step. What runs waits, and computes its keys and values again then."""
         self.scheduler.preempt_all()
+        if self.runner.graphs is not None:
+            self.runner.graphs.drop()
         self.cache.release()
         if self.lockstep is not None:
             self.lockstep.send(ReleaseKV())

@@ -49,6 +49,9 @@ class EngineStats:
     attention_backend: str
     attention_reason: str
     packed_bytes: int  # that copies of the weights take, see CBConfig.pack_memory
+    graphs: int  # CUDA graphs of decode steps that there are now
+    graph_reason: str  # why there are none or no more
+    compile_reason: str  # what became of CBConfig.compile
 
 
 class Meter:

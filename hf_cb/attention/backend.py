@@ -20,7 +20,8 @@ class AttentionBackend(Protocol):
     indices, masks, groups of rows) is made once a step by `plan`, and passed back to `attend` for layers of an equal spec.
 
     A backend that wants blocks of a certain size says so: `block_multiple` (1 if it has no such attribute), of which a block
-    must hold a multiple of tokens, and `block_size` (16), where the user names none.
+    must hold a multiple of tokens, and `block_size` (16), where the user names none. And one whose `plan` and `attend` wait for
+    nothing from the device, and read no `key_lens`, may say `captures = True`: they may become part of a CUDA graph.
     """
 
     name: str
@@ -75,6 +76,11 @@ def block_multiple(backend: AttentionBackend) -> int:
 def default_block_size(backend: AttentionBackend) -> int:
     """Tokens of a block for it, where the user names no number."""
     return getattr(backend, "block_size", 16)
+
+
+def can_be_captured(backend: AttentionBackend) -> bool:
+    """Whether its calls may become part of a CUDA graph."""
+    return getattr(backend, "captures", False)
 
 
 def register_attention_backend(name: str, target: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_cb.attention.backend import default_block_size
+from hf_cb.attention.backend import can_be_captured, default_block_size
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
 from hf_cb.core.fair import Fair
 from hf_cb.core.policy import FCFS, Policy
@@ -30,6 +30,7 @@ from hf_cb.hf.twin import merge_notes, shared_tensors
 from hf_cb.hf.weights import WeightWatch
 from hf_cb.machinery import FollowWeights, Look, Machinery
 from hf_cb.options import Defaults
+from hf_cb.runtime import graphs
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.kv_layout import KVLayout
 from hf_cb.runtime.lockstep import Lockstep
@@ -58,7 +59,8 @@ def build(model: Any, config: CBConfig) -> Served:
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
     streams = streams_of(servable.device)
-    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams)
+    graphs = _graphs(servable, config, resolved, port, cache, lockstep)
+    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams, graphs)
     scheduler = Scheduler(
         num_blocks=cache.num_blocks,
         block_size=resolved.block_size,
@@ -89,6 +91,7 @@ def build(model: Any, config: CBConfig) -> Served:
         attention_backend=servable.backend.name,
         attention_reason=servable.backend_reason,
         packed_bytes=servable.packs.num_bytes,
+        compiled=servable.compiled,
         defaults=defaults,
         draw_seed=draw_seed,
     )
@@ -103,7 +106,9 @@ def _overlaps(config: CBConfig, device: torch.device, lockstep: Lockstep | None)
 def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None) -> Servable:
     """As `examine`; the ranks of a tensor-parallel model, which all come here, serve it together or not at all."""
     if lockstep is None:
-        return examine(model, config.attention_backend, _pack_memory(config), config.block_size)
+        return examine(model, config.attention_backend, _pack_memory(config), config.block_size, config.compile)
+    if config.compile:
+        raise InvalidArgumentError(f"compile: takes False for a tensor-parallel model; got {config.compile!r}")
     if config.swap_space:
         raise InvalidArgumentError(f"swap_space: takes 0 for a tensor-parallel model; got {config.swap_space!r}")
     reason: str | None = None
@@ -149,6 +154,44 @@ def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts, l
             f"kv_cache_memory: {resolved.num_blocks} blocks take {resolved.kv_cache_memory} bytes, and {servable.device} has "
             f"no room for them"
         ) from error
+
+
+def _graphs(
+    servable: Servable,
+    config: CBConfig,
+    resolved: ResolvedConfig,
+    port: AttentionPort,
+    cache: KVCache,
+    lockstep: Lockstep | None,
+) -> graphs.DecodeGraphs:
+    tensors, notes = (*servable.twin.parameters(), *servable.twin.buffers()), merge_notes(servable.twin)
+    limit = config.graph_bytes(_free_memory(servable.device))
+    return graphs.DecodeGraphs(
+        servable.forward,
+        port,
+        cache,
+        limit=limit,
+        max_rows=min(resolved.max_batch_size, resolved.max_batch_tokens),
+        # By their notes of what is merged, PEFT's layers choose in Python what to compute.
+        baked=lambda: ([tensor.data_ptr() for tensor in tensors], [*map(tuple, notes)]),
+        off=_why_no_graphs(servable, lockstep) or (None if limit else "graph_memory is 0"),
+    )
+
+
+def _why_no_graphs(servable: Servable, lockstep: Lockstep | None) -> str | None:
+    tensors = (*servable.twin.parameters(), *servable.twin.buffers())
+    devices = {*(spec.device for spec in servable.specs), *(tensor.device for tensor in tensors)}
+    if servable.device.type not in graphs.DEVICES:
+        return f"CUDA graphs run on {' or '.join(graphs.DEVICES)}, not on {servable.device.type}"
+    if lockstep is not None:
+        return "other processes take part in each step"
+    if len(devices) > 1:
+        return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))})"
+    if any("_hf_hook" in vars(module) for module in servable.twin.modules()):
+        return "accelerate's hooks move the model's tensors"
+    if not can_be_captured(servable.backend):
+        return f"{servable.backend.name} needs numbers on the host in each step"
+    return None
 
 
 def _follower(servable: Servable) -> FollowWeights:

@@ -19,6 +19,7 @@ from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
+from hf_cb.hf.compiling import CompiledLayers
 from hf_cb.hf.packing import Packs, group_by_input, linear_calls
 from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
 from hf_cb.runtime.input_batch import build_input_batch
@@ -41,6 +42,7 @@ class Servable:
     twin: nn.Module
     forward: Forward
     packs: Packs
+    compiled: CompiledLayers
     modules: tuple[nn.Module, ...]
     specs: tuple[LayerSpec, ...]
     backend: AttentionBackend
@@ -57,9 +59,14 @@ class UnservableError(Exception):
 
 
 def examine(
-    model: nn.Module, attention_backend: str | None = None, pack_memory: int = 0, block_size: int | None = None
+    model: nn.Module,
+    attention_backend: str | None = None,
+    pack_memory: int = 0,
+    block_size: int | None = None,
+    compile_layers: bool = False,
 ) -> Servable:
-    """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too.
+    """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too; the same with
+    torch.compile, if `compile_layers`.
 
     Raises UnservableError with the reason; the model is not touched either way.
     """
@@ -92,6 +99,9 @@ def examine(
 
             probe()
             packs = _pack(group_by_input(calls), pack_memory, probe)
+            compiled = CompiledLayers()
+            if compile_layers:
+                compiled.compile(twin, observer.modules, probe)
     except UnservableLayerError as error:
         raise UnservableError(str(error)) from error
     except InvalidArgumentError as error:
@@ -104,8 +114,9 @@ def examine(
         raise UnservableError(f"the packed probe failed ({_brief(error)})") from error
     return Servable(
         twin=twin,
-        forward=forward,
+        forward=compiled.guarded(forward),
         packs=packs,
+        compiled=compiled,
         modules=tuple(observer.modules),
         specs=specs,
         backend=backend,

@@ -17,7 +17,8 @@ from hf_cb.runtime.streams import to_device
 class KVCache:
     """Key and value blocks of every layer, indexed alike: block b of the pool is block b in the tensors of its group's layers.
 
-    One more block, of zeros, stands for those that a group has given back: no row writes to it.
+    Two more: a block of zeros stands for those that a group has given back, and no row writes to it; `scratch_block` is for
+    rows that only fill up a batch to a certain size.
     """
 
     def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int, layout: KVLayout | None = None) -> None:
@@ -29,6 +30,11 @@ class KVCache:
         self.tensors: tuple[LayerKV, ...] = ()  # none while the memory is given back, as with the next
         self.layers: tuple[LayerKV, ...] = ()  # each layer's tensors
         self.restore()
+
+    @property
+    def scratch_block(self) -> int:
+        """The block that nobody's tokens are in."""
+        return self.num_blocks + 1
 
     @property
     def is_released(self) -> bool:
@@ -59,7 +65,7 @@ class KVCache:
             blocks[targets] = blocks[sources]
 
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
-        shape = (self.num_blocks + 1, self.block_size, spec.num_kv_heads, head_size)
+        shape = (self.num_blocks + 2, self.block_size, spec.num_kv_heads, head_size)
         if spec.device.type != "cpu":
             return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
         return lazy_zeros(shape, spec.dtype)

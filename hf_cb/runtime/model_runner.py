@@ -12,6 +12,7 @@ import torch
 from hf_cb.core.output import SchedulerOutput, StepResult
 from hf_cb.request import Choice, Request, TokenNote
 from hf_cb.runtime.beams import Beams
+from hf_cb.runtime.graphs import DecodeGraphs
 from hf_cb.runtime.input_batch import InputBatch, Wanted, build_input_batch
 from hf_cb.runtime.lockstep import Lockstep, Step, lost
 from hf_cb.runtime.logprobs import PromptLogprobs
@@ -49,9 +50,10 @@ class ModelRunner:
         num_groups: int = 1,
         lockstep: Lockstep | None = None,
         streams: Streams | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """`num_groups`: of layers, see KVLayout. `lockstep`: with the ranks that share the model; None: it is all here.
-        `streams`: of the device."""
+        `streams`: of the device. `graphs`: of decode steps, where there may be any."""
         self._forward = forward
         self._port = port
         self._block_size = block_size
@@ -59,6 +61,7 @@ class ModelRunner:
         self._streams = streams or streams_of(device)
         self._num_groups = num_groups
         self._lockstep = lockstep
+        self.graphs = graphs
         self._rows: dict[int, RowState] = {}
         self._beams: dict[int, Beams] = {}
         self._prompts: dict[int, PromptLogprobs] = {}  # of requests that want them and have no token yet
@@ -194,6 +197,8 @@ class ModelRunner:
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Logits [n, vocab] of `batch.logits_indices`; writes every row's keys and values."""
+        if self.graphs is not None and (logits := self.graphs.run(batch)) is not None:
+            return logits
         self._port.begin(batch.steps)
         try:
             return self._forward(batch.input_ids, batch.position_ids, batch.logits_indices)

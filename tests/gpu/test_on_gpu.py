@@ -127,3 +127,57 @@ def test_swaps_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     with hf_cb.continuous_batching(model, block_size=16, num_blocks=20, swap_space="64MiB") as engine:
         assert [list(result.tokens) for result in engine.generate_batch(prompts, max_new_tokens=60)] == want
         assert engine.stats().swaps > 0
+
+
+PLAN = ((200, 120), (3, 40), (30, 200), (11, 25), (70, 60), (1, 90))  # tokens of the prompt, new ones: across sizes of graphs
+
+
+def logprobs(engine: hf_cb.Engine) -> list[list[tuple[int, float]]]:
+    """Tokens and their log-probabilities, of each request of PLAN."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, models.VOCAB, (n,), generator=generator) for n, _ in PLAN]
+    handles = [engine.submit(p, max_new_tokens=new, logprobs=0) for p, (_, new) in zip(prompts, PLAN, strict=True)]
+    results = [handle.result() for handle in handles]
+    return [[(t, note.logprob) for t, note in zip(r.tokens, r.logprobs or (), strict=True)] for r in results]
+
+
+def same_as_far_as_half_precision_goes(got: list[tuple[int, float]], want: list[tuple[int, float]]) -> bool:
+    """Until the tokens differ, which they may where two are about as probable, so are the probabilities."""
+    for (token, logprob), (other, other_logprob) in zip(got, want, strict=True):
+        if abs(logprob - other_logprob) > 0.2:
+            return False
+        if token != other:
+            break
+    return True
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+def test_graphs_on_and_off(name: str) -> None:
+    """In bfloat16, which the kernels that can be captured take."""
+    model = models.tiny(name, head_dim=16).to(CUDA, torch.bfloat16)
+    with hf_cb.continuous_batching(model, graph_memory=0) as engine:
+        want = logprobs(engine)
+        assert engine.stats().graphs == 0
+    with hf_cb.continuous_batching(model) as engine:
+        for _ in range(3):
+            assert all(map(same_as_far_as_half_precision_goes, logprobs(engine), want))
+        with engine.pause(release_kv=True):
+            assert engine.stats().graphs == 0
+        for _ in range(3):
+            assert all(map(same_as_far_as_half_precision_goes, logprobs(engine), want))
+        stats = engine.stats()
+    torch.rand(1, device=CUDA)  # a capture leaves torch's generator as it was
+    if "flash" not in stats.attention_backend:
+        pytest.skip(f"nothing was captured: {stats.graph_reason}")
+    assert stats.graphs > 3, stats.graph_reason
+
+
+@pytest.mark.parametrize("graph_memory", [0, "1GiB"])
+def test_compiled(graph_memory: int | str) -> None:
+    model = models.tiny("llama", head_dim=16).to(CUDA, torch.bfloat16)
+    with hf_cb.continuous_batching(model, graph_memory=0) as engine:
+        want = logprobs(engine)
+    with hf_cb.continuous_batching(model, graph_memory=graph_memory, compile=True) as engine:
+        assert "3 layers" in engine.stats().compile_reason
+        for _ in range(3):
+            assert all(map(same_as_far_as_half_precision_goes, logprobs(engine), want))
