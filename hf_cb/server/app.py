@@ -13,7 +13,9 @@ Metrics = Callable[[], tuple[bytes, str]]
 """What /metrics answers: (body, content type). Called on the event loop: it must be quick."""
 
 
-def create_app(models: Sequence[ServedModel], settings: ServerSettings | None = None, metrics: Metrics | None = None) -> FastAPI:
+def create_app(
+    models: Sequence[ServedModel], settings: ServerSettings | None = None, metrics: Metrics | None = None
+) -> FastAPI:
     """An application that serves `models` by their names, until somebody closes them.
 
     `app.state.gate` (`gate.Gate`) counts what is underway and turns away what comes after `gate.drain()`.

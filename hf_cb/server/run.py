@@ -18,7 +18,7 @@ def serve(
     metrics: Metrics | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve `models` over HTTP; blocks. The first SIGTERM or SIGINT drains, a second one ends at once; then the models are closed.
+    """Serve `models` over HTTP; blocks. The first SIGTERM or SIGINT drains, a second one ends at once; then the models close.
 
     `on_ready` is given the address, such as http://127.0.0.1:8000, when the socket listens. Raises InvalidArgumentError for an
     address that may not be used (`ServerSettings.check_bind`), and OSError if the system does not give it.
