@@ -227,6 +227,11 @@ class GenerationHandle:
         """The tokens so far, also of a request that failed."""
         return tuple(self._queue.tokens)
 
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the tokens so far, for a request that asked for them: of no fewer than `tokens` had before this was read."""
+        return tuple(self._queue.logprobs)
+
     def cancel(self) -> None:
         """Ask the engine to stop it at the next step; from any thread, in any state. One that has ended stays as it is."""
         if not self.done:
