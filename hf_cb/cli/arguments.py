@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hf_cb.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    import torch
+
     from hf_cb.server.models import ServedModel
 
 MODEL = "id on the Hugging Face Hub, or a folder"
@@ -33,8 +35,25 @@ def add_command(commands: Commands, name: str, help: str, description: str, exam
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """How a model is loaded."""
-    parser.add_argument("--device", help="such as cpu, cuda, cuda:1 (default: the GPU if there is one)")
+    add_device(parser)
     parser.add_argument("--dtype", default="auto", help="such as float32, bfloat16 (default: the model's own)")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Where to compute."""
+    parser.add_argument("--device", help="such as cpu, cuda, cuda:1 (default: the GPU if there is one)")
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """The one that was asked for. Raises InvalidArgumentError if it isn't there."""
+    import torch
+
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidArgumentError(f"--device: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +85,13 @@ def load(source: str, args: argparse.Namespace, name: str | None = None, **optio
     """The model that a command names, with an engine. Raises InvalidArgumentError if there is none that can be loaded."""
     from hf_cb.server.models import load_model
 
+    device = str(device_of(args))
+    path = os.path.expanduser(source)
+    if path.startswith((os.sep, os.curdir)) and not os.path.isdir(path):
+        raise InvalidArgumentError(f"{source}: there is no such folder; a model is an {MODEL}")
     print(f"loading {source}", file=sys.stderr)
     try:
-        return load_model(os.path.expanduser(source), name, device=args.device, dtype=args.dtype, **options)
+        return load_model(path, name, device=device, dtype=args.dtype, **options)
     except InvalidArgumentError:
         raise
     except (OSError, ValueError, RuntimeError) as error:  # from_pretrained's, of many lines

@@ -22,7 +22,6 @@ _EXAMPLES = """\
   hf-cb bench ~/models/SmolLM2-135M-Instruct --concurrency 64 --prompt-tokens 512 --new-tokens 128 --json bench.json
   hf-cb bench http://127.0.0.1:8000 --concurrency 64
 """
-_PERCENTILES = tuple(f"{what}_p{q}" for what in ("first_token", "between_tokens", "request") for q in (50, 99))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +34,9 @@ class Figures:
     prompt_tokens: int
     output_tokens: int
     output_rate: float
-    first_token_p50: float
-    first_token_p99: float
-    between_tokens_p50: float  # of each request's mean
-    between_tokens_p99: float
-    request_p50: float
-    request_p99: float
+    first_token: tuple[float, float]  # P50 and P99, as the next two
+    between_tokens: tuple[float, float]  # of each request's mean
+    request: tuple[float, float]
     plain_rate: float | None = None
     plain_requests: int = 0
 
@@ -53,9 +49,21 @@ class Figures:
         between = [(a.finished_at - a.first_token_at) / max(1, a.num_output_tokens - 1) for a in answers]
         whole = [a.finished_at - a.submitted_at for a in answers]
         prompt = sum(a.num_prompt_tokens for a in answers)
-        percentiles = [float(np.percentile(values, q)) for values in (first, between, whole) for q in (50, 99)]
-        p50_99 = dict(zip(_PERCENTILES, percentiles, strict=True))
-        return cls(len(answers), concurrency, seconds, prompt, output, output / seconds, **p50_99)
+        return cls(
+            requests=len(answers),
+            concurrency=concurrency,
+            seconds=seconds,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            output_rate=output / seconds,
+            first_token=_percentiles(first),
+            between_tokens=_percentiles(between),
+            request=_percentiles(whole),
+        )
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+    return float(np.percentile(values, 50)), float(np.percentile(values, 99))
 
 
 def add_to(commands: Commands) -> None:
@@ -163,9 +171,14 @@ def lines(name: str, figures: Figures) -> list[str]:
         f"{'output':<16}{f.output_rate:10.1f} tokens/s",
         f"{'prompt':<16}{f.prompt_tokens / f.seconds:10.1f} tokens/s",
         f"{'':<16}{'P50':>10}{'P99':>12}",
-        f"{'first token':<16}{f.first_token_p50:10.3f} s{f.first_token_p99:10.3f} s",
-        f"{'between tokens':<16}{1e3 * f.between_tokens_p50:10.1f} ms{1e3 * f.between_tokens_p99:9.1f} ms",
-        f"{'request':<16}{f.request_p50:10.3f} s{f.request_p99:10.3f} s",
+        *(
+            f"{what:<16}{p50:10.3f} s{p99:10.3f} s"
+            for what, (p50, p99) in (
+                ("first token", f.first_token),
+                ("between tokens", f.between_tokens),
+                ("request", f.request),
+            )
+        ),
     ]
     if f.plain_rate:
         said += [

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_cb.cli.arguments import Commands, add_command
-from hf_cb.errors import InvalidArgumentError
+from hf_cb.cli.arguments import Commands, add_command, add_device, device_of
 
 
 def add_to(commands: Commands) -> None:
@@ -22,22 +21,16 @@ def add_to(commands: Commands) -> None:
         "Print the environment, the attention that is chosen and why, whether it is right, and how fast it is.",
         "  hf-cb doctor\n  hf-cb doctor --device cuda:1 --json report.json\n",
     )
-    parser.add_argument("--device", help="such as cpu, cuda, cuda:1 (default: the GPU if there is one)")
+    add_device(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """0, or 1 if something is not well."""
-    import torch
-
     from hf_cb.doctor import Report, examine
 
-    try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidArgumentError(f"--device: {str(error).splitlines()[0]}") from error
+    device = device_of(args)
     report: Report = examine(device, lambda part: print(f"... {part}", file=sys.stderr))
     print("\n".join(_lines(report)))
     if args.json:

@@ -13,26 +13,24 @@ from rich.text import Text
 from hf_cb.cli.scrape import Between, History, Scrape
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_WIDE = 90  # columns from which figures stand beside each other
+_WIDE, _MIDDLE = 96, 76  # columns from which three blocks of figures stand beside each other, and two
 _ENDS = ("stop", "length", "cancelled", "timeout", "failed")
 
 
 class Bar:
-    """A share of a whole, as wide as there is room, with its figures at the right."""
+    """A share of a whole, as wide as there is room."""
 
-    def __init__(self, share: float, text: str) -> None:
+    def __init__(self, share: float) -> None:
         self._share = min(1.0, max(0.0, share))
-        self._text = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = max(4, options.max_width - len(self._text) - 1)
-        filled = round(width * self._share)
-        filled = max(filled, 1) if self._share > 0 else 0
+        width = options.max_width
+        filled = max(round(width * self._share), 1 if self._share > 0 else 0)
         style = "red" if self._share > 0.95 else "yellow" if self._share > 0.8 else "green"
-        yield Text.assemble(("█" * filled, style), ("░" * (width - filled), "dim"), f" {self._text}", no_wrap=True)
+        yield Text.assemble(("█" * filled, style), ("░" * (width - filled), "dim"), no_wrap=True)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(len(self._text) + 5, options.max_width)
+        return Measurement(4, options.max_width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -55,32 +53,35 @@ def picture(history: History, source: str, width: int, note: str = "") -> Render
 
 def _panel(history: History, model: str, width: int) -> Panel:
     latest, last, window = history.latest, history.last(), history.window()
-    bars = Table.grid(padding=(0, 1), expand=True)
-    bars.add_column(no_wrap=True)
-    bars.add_column(ratio=1)
-    for name, bar in _bars(latest, model):
-        bars.add_row(name, bar)
     blocks = [_rates(history, last, model, width), _latencies(window, model), _ends(latest, last, model)]
-    if width >= _WIDE:
-        body = Table.grid(padding=(0, 3), expand=True)
-        for _ in blocks:
-            body.add_column()
-        body.add_row(*blocks)
-        blocks = [body]
-    reasons = _native(latest, model)
-    return Panel(Group(bars, Text(), *blocks, *reasons), title=Text(model), title_align="left", width=width)
+    body = Group(_bars(latest, model), *_beside(blocks, width), *_native(latest, model))
+    return Panel(body, title=Text(model), title_align="left", width=width)
 
 
-def _bars(latest: Scrape, model: str) -> list[tuple[str, RenderableType]]:
+def _beside(blocks: Sequence[Table], width: int) -> list[RenderableType]:
+    """As many beside each other as there is room for."""
+    num_columns = 3 if width >= _WIDE else 2 if width >= _MIDDLE else 1
+    parts: list[RenderableType] = []
+    for start in range(0, len(blocks), num_columns):
+        row = blocks[start : start + num_columns]
+        table = Table.grid(padding=(0, 3), expand=len(row) > 1)
+        table.add_row(*row)
+        parts += [Text(), table]
+    return parts
+
+
+def _bars(latest: Scrape, model: str) -> Table:
     running, slots = latest.value(model, "num_requests_running"), latest.value(model, "batch_slots")
     waiting = latest.value(model, "num_requests_waiting")
     used, blocks = latest.value(model, "kv_cache_usage_ratio"), latest.value(model, "kv_cache_blocks")
-    queue = Text(f"{waiting:.0f} waiting", style="yellow" if waiting else "")
-    return [
-        ("slots", Bar(running / slots if slots else 0.0, f"{running:.0f} of {slots:.0f}")),
-        ("queue", queue),
-        ("KV", Bar(used, f"{used:.1%} of {blocks:.0f} blocks")),
-    ]
+    bars = Table.grid(padding=(0, 1), expand=True)
+    bars.add_column(no_wrap=True)
+    bars.add_column(ratio=1)
+    bars.add_column(no_wrap=True)
+    bars.add_row("slots", Bar(running / slots if slots else 0.0), f"{running:.0f} of {slots:.0f}")
+    bars.add_row("KV", Bar(used), f"{used:.1%} of {blocks:.0f} blocks")
+    bars.add_row("queue", Text(f"{waiting:.0f} waiting", style="yellow" if waiting else ""))
+    return bars
 
 
 def _grid(*rows: tuple[str, ...], title: Sequence[str] = ()) -> Table:
@@ -97,7 +98,7 @@ def _grid(*rows: tuple[str, ...], title: Sequence[str] = ()) -> Table:
 
 def _rates(history: History, last: Between, model: str, width: int) -> Table:
     def row(label: str, name: str) -> tuple[str, ...]:
-        line = sparkline(history.rates(model, name), 16 if width >= _WIDE else 24)
+        line = sparkline(history.rates(model, name), 16 if width >= _MIDDLE else 24)
         return label, f"{last.rate(model, name):.1f}", f"[cyan]{line}[/]"
 
     steps = last.rise(model, "engine_steps_total")
@@ -108,7 +109,7 @@ def _rates(history: History, last: Between, model: str, width: int) -> Table:
         row("prompt", "prompt_tokens_total"),
         ("per step", f"{tokens / steps:.1f}" if steps else "-", ""),
         ("busy", f"{min(1.0, busy):.0%}", ""),
-        title=("tokens/s", "", ""),
+        title=("", "tokens/s", ""),
     )
 
 

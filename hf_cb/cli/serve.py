@@ -86,7 +86,11 @@ def run(args: argparse.Namespace) -> int:
     from hf_cb.server.run import serve
 
     settings = settings_of(args)
-    settings.check_bind()  # before minutes of loading
+    try:
+        settings.check_bind()  # before minutes of loading
+    except InvalidArgumentError as error:
+        hint = "--api-key-file FILE or --api-key KEY, or --allow-without-keys for everybody"
+        raise InvalidArgumentError(f"--{error} ({hint})") from None
     named = _named(args.models)
     engines: dict[str, Engine] = {}
     metrics = None
