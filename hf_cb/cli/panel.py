@@ -20,13 +20,15 @@ _ENDS = ("stop", "length", "cancelled", "timeout", "failed")
 class Bar:
     """A share of a whole, as wide as there is room."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, is_bad_when_full: bool = False) -> None:
         self._share = min(1.0, max(0.0, share))
+        self._is_bad = is_bad_when_full
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         filled = max(round(width * self._share), 1 if self._share > 0 else 0)
-        style = "red" if self._share > 0.95 else "yellow" if self._share > 0.8 else "green"
+        is_full, is_nearly = self._is_bad and self._share > 0.95, self._is_bad and self._share > 0.8
+        style = "red" if is_full else "yellow" if is_nearly else "green"
         yield Text.assemble(("█" * filled, style), ("░" * (width - filled), "dim"), no_wrap=True)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
@@ -79,7 +81,7 @@ def _bars(latest: Scrape, model: str) -> Table:
     bars.add_column(ratio=1)
     bars.add_column(no_wrap=True)
     bars.add_row("slots", Bar(running / slots if slots else 0.0), f"{running:.0f} of {slots:.0f}")
-    bars.add_row("KV", Bar(used), f"{used:.1%} of {blocks:.0f} blocks")
+    bars.add_row("KV", Bar(used, is_bad_when_full=True), f"{used:.1%} of {blocks:.0f} blocks")
     bars.add_row("queue", Text(f"{waiting:.0f} waiting", style="yellow" if waiting else ""))
     return bars
 
@@ -98,7 +100,7 @@ def _grid(*rows: tuple[str, ...], title: Sequence[str] = ()) -> Table:
 
 def _rates(history: History, last: Between, model: str, width: int) -> Table:
     def row(label: str, name: str) -> tuple[str, ...]:
-        line = sparkline(history.rates(model, name), 16 if width >= _MIDDLE else 24)
+        line = sparkline(history.rates(model, name), 16 if width >= _MIDDLE else min(24, max(0, width - 26)))
         return label, f"{last.rate(model, name):.1f}", f"[cyan]{line}[/]"
 
     steps = last.rise(model, "engine_steps_total")
