@@ -174,7 +174,7 @@ class Machinery:
                     continue
                 ids = [row.request_id for row in part.rows]
                 said = "a step of %d sequences failed; they end, the engine goes on"
-                logger.error(said, len(ids), exc_info=error, extra={"request_ids": ids})
+                logger.error(said, len(ids), exc_info=error, extra={"engine_request_ids": ids})
                 results.append(StepResult({}, {row.request_id: error for row in part.rows}))
         return StepResult.of_parts(results)
 

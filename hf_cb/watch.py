@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from hf_cb.request import Request
 from hf_cb.stats import RequestRecord
+
+client_request_id: ContextVar[str | None] = ContextVar("client_request_id", default=None)
+"""A request's name outside, such as the HTTP header x-request-id: to be set where the request is submitted."""
 
 logger = logging.getLogger("hf_cb")
 
@@ -33,7 +37,7 @@ def tell_submitted(watchers: Iterable[RequestWatcher], request: Request) -> Watc
         try:
             watched.append((watcher, watcher.submitted(request)))
         except Exception:
-            logger.exception("a watcher failed", extra={"request_id": request.request_id})
+            logger.exception("a watcher failed", extra={"engine_request_id": request.request_id})
     return tuple(watched)
 
 
@@ -43,4 +47,4 @@ def tell_ended(watched: Watched, record: RequestRecord) -> None:
         try:
             watcher.ended(record, note)
         except Exception:
-            logger.exception("a watcher failed", extra={"request_id": record.request.request_id})
+            logger.exception("a watcher failed", extra={"engine_request_id": record.request.request_id})

@@ -8,15 +8,12 @@ import logging.handlers
 import queue
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Any, TextIO
 
 from hf_cb.request import FinishReason, Request
 from hf_cb.stats import RequestRecord
-
-client_request_id: ContextVar[str | None] = ContextVar("client_request_id", default=None)
-"""A name for a request from outside, such as the HTTP header x-request-id: set where the request is submitted."""
+from hf_cb.watch import client_request_id
 
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
@@ -64,8 +61,8 @@ class RequestLog:
             return None if moment is None else round(moment - record.submitted_at, 6)
 
         return {
-            "request_id": record.request.request_id,
-            "client_request_id": name,
+            "request_id": name or str(record.request.request_id),
+            "engine_request_id": record.request.request_id,
             "model": self._model,
             "tenant": record.request.service.tenant,
             "finish_reason": record.finish_reason.value,

@@ -11,8 +11,9 @@ import pytest
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb.metrics.logs import JsonFormatter, RequestLog, client_request_id, log_as_json
+from hf_cb.metrics.logs import JsonFormatter, RequestLog, log_as_json
 from hf_cb.runtime.model_runner import ModelRunner
+from hf_cb.watch import client_request_id
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -50,18 +51,19 @@ def test_each_request_has_a_line_with_both_of_its_names(llama: PreTrainedModel) 
     finally:
         stop()
     answered, failed = lines_of(stream)
-    assert {name: answered[name] for name in ("logger", "level", "message", "request_id", "client_request_id")} == {
+    assert {name: answered[name] for name in ("logger", "level", "message", "request_id", "engine_request_id")} == {
         "logger": "hf_cb.requests",
         "level": "INFO",
         "message": "request ended: length",
-        "request_id": result.request_id,
-        "client_request_id": "from outside",
+        "request_id": "from outside",
+        "engine_request_id": result.request_id,
     }
     assert (answered["model"], answered["tenant"], answered["num_prompt_tokens"]) == ("tiny", "ann", 3)
     assert (answered["num_output_tokens"], answered["error"]) == (4, None)
     assert answered["seconds"] == pytest.approx(result.finished_at - result.submitted_at, abs=1e-5)
     assert 0 < answered["queue_seconds"] < answered["first_token_seconds"] < answered["seconds"]
     assert (failed["level"], failed["first_token_seconds"]) == ("WARNING", None)
+    assert failed["request_id"] == str(failed["engine_request_id"])
 
 
 def test_a_failing_step_names_its_requests(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +81,7 @@ def test_a_failing_step_names_its_requests(llama: PreTrainedModel, monkeypatch: 
     finally:
         stop()
     (line,) = lines_of(stream)
-    assert line["request_ids"] == [handle.request_id]
+    assert line["engine_request_ids"] == [handle.request_id]
     assert "ArithmeticError: on purpose" in line["exception"]
 
 

@@ -95,5 +95,5 @@ def test_one_that_fails_harms_nobody(engine: hf_cb.Engine, caplog: pytest.LogCap
         results = [engine.submit([3, 4], max_new_tokens=n, eos_token_id=None).result() for n in (1, 2)]
     assert [len(result.tokens) for result in results] == [1, 2]
     assert [record.num_output_tokens for record, _, _ in notes.ended_] == [1, 2]
-    said = [(record.message, record.request_id) for record in caplog.records]
+    said = [(record.message, record.engine_request_id) for record in caplog.records]
     assert said == [("a watcher failed", result.request_id) for result in results]
