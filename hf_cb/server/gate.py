@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import re
 import time
@@ -15,11 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hf_cb.server.errors import ApiError, ClientGoneError, api_error, unavailable
 from hf_cb.server.settings import ServerSettings
 from hf_cb.server.waiting import in_time
+from hf_cb.watch import client_request_id
 
 logger = logging.getLogger("hf_cb.server")
-
-request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id")
-"""Of the request that the current task serves: the client's x-request-id, or one of ours."""
 
 _NO_STATUS = 499  # nginx's, for a client that left before there was an answer
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -57,7 +54,7 @@ class Gate:
         given = headers.get("x-request-id", "")
         own_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = own_id
-        request_id.set(own_id)
+        client_request_id.set(own_id)
         status = _NO_STATUS
 
         async def answer(message: Message) -> None:
