@@ -2,57 +2,61 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
-import torch
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from ray import serve
 
 import hf_cb
 from demo import packaged_model
-from hf_cb.server import ServedModel, ServerSettings, create_app
+from hf_cb.server.app import create_app
+from hf_cb.server.models import ServedModel, load_model
+from hf_cb.server.settings import ServerSettings
 
-REPLICA_HEADER = b"x-replica"
+HEADER = "x-replica"
 
 
 class ReplicaSettings(BaseModel):
-    """What every replica is made from. `engine`: fields of CBConfig."""
+    """What every replica is made from."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    model: str | None = Field(None, description="an id or a folder; None: the packaged model")
-    name: str | None = Field(None, description="what clients call it; None: the last part of `model`")
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    engine: Mapping[str, Any] = {}
+    model: str | None = None  # an id or a folder; None: the packaged model
+    name: str | None = None  # what clients call it; None: the last part of `model`
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    engine: Mapping[str, Any] = {}  # fields of CBConfig
+    api_keys: tuple[str, ...] = ()  # none: open to everybody
+
+    def load(self) -> ServedModel:
+        """The model with hf_cb on it: on the GPU that this process was given, else on the CPU."""
+        return load_model(self.model or str(packaged_model.prepare()), self.name, dtype=self.dtype, **self.engine)
 
 
 class Replica:
-    """Loads the model where it runs: on the GPU that Ray gave it, else on the CPU."""
+    """What runs in a replica's process."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        model, self._tokenizer = packaged_model.load(settings.model, getattr(torch, settings.dtype))
-        self._name = settings.name or (os.path.basename(settings.model.rstrip("/")) if settings.model else packaged_model.NAME)
-        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-        self.engine = hf_cb.install(self._model, **settings.engine)
-        if self.engine.unsupported_reason:
-            raise ValueError(f"model: {self._name} cannot be served: {self.engine.unsupported_reason}")
+        self._settings = settings
+        self.served = settings.load()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = create_app([ServedModel(self._name, self._model, self._tokenizer)], ServerSettings())
+        # Who may reach the address is the business of Ray's proxies, which are those that listen.
+        settings = ServerSettings(api_keys=self._settings.api_keys, allow_without_keys=True)
+        app = create_app([self.served], settings)
         app.add_middleware(Signed, name=serve.get_replica_context().replica_id.unique_id)
         return app
 
     def check_health(self) -> None:
-        """What Ray calls every few seconds: after three failures the replica is replaced by a new one."""
-        self.engine.check_open()
+        """Ray asks every few seconds. After three failures in a row it puts a new replica in the place of this one."""
+        if not self.served.engine.is_open:
+            raise hf_cb.EngineDeadError(f"{self.served.name}: its engine takes no more requests")
 
     def __del__(self) -> None:
-        # Ray waits for the requests that run before it comes to this.
-        if hasattr(self, "engine"):
-            hf_cb.uninstall(self._model)
+        # Ray lets the requests that run end before it comes to this.
+        if hasattr(self, "served"):
+            self.served.close()
 
 
 class Signed:
@@ -60,7 +64,7 @@ class Signed:
 
     def __init__(self, app: Callable[..., Awaitable[None]], name: str) -> None:
         self._app = app
-        self._header = (REPLICA_HEADER, name.encode())
+        self._header = (HEADER.encode(), name.encode())
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def sign(message: Any) -> None:

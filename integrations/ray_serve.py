@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import ray
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt, ValidationError, model_validator
 from ray import serve
 from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
 from typing_extensions import Self
@@ -52,17 +54,21 @@ class Deployed(ReplicaSettings):
             raise ValueError(f"max_replicas: takes at least as many as replicas, {self.replicas}; got {self.max_replicas}")
         return self
 
+    @property
+    def most(self) -> int:
+        """The most replicas that there may be."""
+        return self.max_replicas or self.replicas
+
 
 def build(settings: Deployed) -> serve.Application:
     """The application, for `serve run` and `serve deploy` too."""
-    most = settings.max_replicas or settings.replicas
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name="replica",
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         autoscaling_config=AutoscalingConfig(
             min_replicas=settings.replicas,
-            max_replicas=most,
+            max_replicas=settings.most,
             target_ongoing_requests=settings.ongoing,
             upscale_delay_s=10,
             downscale_delay_s=300,
@@ -72,9 +78,80 @@ def build(settings: Deployed) -> serve.Application:
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         request_router_config=RequestRouterConfig(
             request_router_class="integrations.ray_router.SessionRouter",
-            request_router_kwargs={"num_fallback_replicas": most - 1},
+            request_router_kwargs={"num_fallback_replicas": settings.most - 1},
         ),
         health_check_period_s=2,
         graceful_shutdown_timeout_s=settings.drain_seconds,
     )
     return deployment.bind(ReplicaSettings(**settings.model_dump(include=set(ReplicaSettings.model_fields))))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
+    settings = Deployed(**{name: value for name, value in vars(args).items() if name in Deployed.model_fields})
+    told_to_end = threading.Event()
+    with _cluster(args.address, settings):
+        serve.start(http_options={"host": args.host, "port": args.port}, proxy_location="EveryNode")
+        serve.run(build(settings), name=APP)
+        for number in (signal.SIGTERM, signal.SIGINT):  # not sooner: Ray puts a handler of its own
+            signal.signal(number, lambda *_: told_to_end.set())
+        print(f"http://{args.host}:{args.port}/v1", flush=True)
+        told_to_end.wait()
+        print("finishing what was accepted", file=sys.stderr)
+        _drain(settings.drain_seconds)
+
+
+@contextlib.contextmanager
+def _cluster(address: str | None, settings: Deployed) -> Iterator[None]:
+    """The cluster at `address`, or one of this machine that ends with this process."""
+    if address is not None:
+        try:
+            ray.init(address, log_to_driver=False)
+        except ConnectionError as error:
+            sys.exit(f"--address: {str(error).splitlines()[0]}")
+    else:
+        cpus = max(os.cpu_count() or 1, math.ceil(settings.cpus * settings.most))
+        ray.init("local", num_cpus=cpus, object_store_memory=_OBJECT_STORE, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _drain(seconds: float) -> None:
+    """Take the application away. Its replicas get no new requests, and end when they have answered those that they have."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(TimeoutError):  # Ray's own patience, shorter than ours
+            return serve.delete(APP)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m integrations.ray_serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", help="id or folder of a causal language model (default: the packaged one)")
+    add("--name", help="what clients call it (default: the last part of --model)")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: the checkpoint's own")
+    add("--engine", type=json.loads, default={}, metavar="JSON", help="fields of CBConfig")
+    add("--replicas", type=int, default=1, help="that there are always (%(default)s)")
+    add("--max-replicas", type=int, help="the most that the queue calls for (default: no more than --replicas)")
+    add("--ongoing", type=int, default=64, help="requests that run or wait on a replica, to aim at (%(default)s)")
+    add("--cpus", type=float, default=1, help="cores of each replica (%(default)s)")
+    add("--gpus", type=float, default=0, help="GPUs of each replica (%(default)s)")
+    add("--address", help="of a Ray cluster, auto for this machine's (default: a new one on this machine alone)")
+    add("--host", default="127.0.0.1", help="where the proxies listen; 0.0.0.0 for the network (%(default)s)")
+    add("--port", type=int, default=8000, help="(%(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        Deployed(**{name: value for name, value in vars(args).items() if name in Deployed.model_fields})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        parser.error(": ".join(filter(None, ["--" + "-".join(map(str, problem["loc"])), problem["msg"]])))
+    return args
+
+
+if __name__ == "__main__":
+    main()
