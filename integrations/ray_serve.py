@@ -42,6 +42,8 @@ class Deployed(ReplicaSettings):
     replicas: PositiveInt = 1
     max_replicas: PositiveInt | None = None  # None: `replicas`, always
     ongoing: PositiveInt = 64  # to aim at; with more on average there are new replicas, as far as there may be
+    upscale_delay: float = 10  # seconds that the queue has to be long, or short
+    downscale_delay: float = 300
     max_ongoing: PositiveInt = 256  # more than that wait in front of the replicas
     max_queued: PositiveInt = 2048  # more than that get status 429
     cpus: float = 1
@@ -51,7 +53,7 @@ class Deployed(ReplicaSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ValueError(f"max_replicas: takes at least as many as replicas, {self.replicas}; got {self.max_replicas}")
+            raise ValueError(f"--max-replicas: takes at least as many as --replicas, {self.replicas}; got {self.max_replicas}")
         return self
 
     @property
@@ -70,8 +72,8 @@ def build(settings: Deployed) -> serve.Application:
             min_replicas=settings.replicas,
             max_replicas=settings.most,
             target_ongoing_requests=settings.ongoing,
-            upscale_delay_s=10,
-            downscale_delay_s=300,
+            upscale_delay_s=settings.upscale_delay,
+            downscale_delay_s=settings.downscale_delay,
         ),
         max_ongoing_requests=settings.max_ongoing,
         max_queued_requests=settings.max_queued,
@@ -92,13 +94,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     told_to_end = threading.Event()
     with _cluster(args.address, settings):
         serve.start(http_options={"host": args.host, "port": args.port}, proxy_location="EveryNode")
-        serve.run(build(settings), name=APP)
+        _start(settings)
         for number in (signal.SIGTERM, signal.SIGINT):  # not sooner: Ray puts a handler of its own
             signal.signal(number, lambda *_: told_to_end.set())
         print(f"http://{args.host}:{args.port}/v1", flush=True)
         told_to_end.wait()
         print("finishing what was accepted", file=sys.stderr)
         _drain(settings.drain_seconds)
+
+
+def _start(settings: Deployed) -> None:
+    try:
+        serve.run(build(settings), name=APP)
+    except RuntimeError:
+        states = serve.status().applications[APP].deployments.values()
+        lines = "\n".join(state.message for state in states).strip().splitlines()
+        sys.exit(f"no replica has started: {lines[-1] if lines else 'see the logs of Ray'}")
 
 
 @contextlib.contextmanager
@@ -124,7 +135,8 @@ def _drain(seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(TimeoutError):  # Ray's own patience, shorter than ours
-            return serve.delete(APP)
+            serve.delete(APP)
+            break
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -139,6 +151,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--replicas", type=int, default=1, help="that there are always (%(default)s)")
     add("--max-replicas", type=int, help="the most that the queue calls for (default: no more than --replicas)")
     add("--ongoing", type=int, default=64, help="requests that run or wait on a replica, to aim at (%(default)s)")
+    add("--upscale-delay", type=float, default=10, metavar="SECONDS", help="of a long queue before a new one (%(default)s)")
     add("--cpus", type=float, default=1, help="cores of each replica (%(default)s)")
     add("--gpus", type=float, default=0, help="GPUs of each replica (%(default)s)")
     add("--address", help="of a Ray cluster, auto for this machine's (default: a new one on this machine alone)")
@@ -149,7 +162,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         Deployed(**{name: value for name, value in vars(args).items() if name in Deployed.model_fields})
     except ValidationError as error:
         problem = error.errors()[0]
-        parser.error(": ".join(filter(None, ["--" + "-".join(map(str, problem["loc"])), problem["msg"]])))
+        field = f"--{problem['loc'][0]}: {problem['msg']}" if problem["loc"] else str(problem["ctx"]["error"])
+        parser.error(field)
     return args
 
 
