@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_cb.admission import QueueLimits
@@ -81,32 +81,47 @@ class Engine:
         """Queue one prompt and return at once.
 
         `input_ids`: token ids, a sequence of ints or a tensor of shape [n] or [1, n], n >= 1. Options: max_new_tokens,
-        eos_token_id (an int, a sequence, or None for none), do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
-        min_new_tokens, suppress_tokens, begin_suppress_tokens, seed, timeout (seconds until the request ends with
-        RequestTimeoutError), priority (lower is sooner) and tenant (for the policies "priority" and "fair"), cache_salt (keys
-        and values are shared only between requests with the same one), logprobs and prompt_logprobs (so many of the most
-        probable tokens at each place of the output and of the prompt, in the result; 0: only the token itself). What is left
-        out comes from the model's generation_config; a seed from torch's generator on the calling thread.
+        eos_token_id (an int, a sequence, or None for none), do_sample, temperature, top_k, top_p, min_p, logit_bias (a mapping
+        from token ids to what is added to their logits), repetition_penalty, frequency_penalty and presence_penalty (taken
+        off the logits of the output's tokens, for each time that they came and once), min_new_tokens, suppress_tokens,
+        begin_suppress_tokens, seed, timeout (seconds until the request ends with RequestTimeoutError), priority (lower is
+        sooner) and tenant (for the policies "priority" and "fair"), cache_salt (keys and values are shared only between
+        requests with the same one), logprobs and prompt_logprobs (so many of the most probable tokens at each place of the
+        output and of the prompt, in the result; 0: only the token itself). What is left out comes from the model's
+        generation_config; a seed from torch's generator on the calling thread.
 
         Raises InvalidArgumentError, RequestTooLongError, EngineOverloadedError, UnsupportedModelError, EngineClosedError or
         EngineDeadError; if it does not raise, the handle resolves exactly once.
         """
         self._follow_model()
-        return self.submit_all([self.make_request(input_ids, **options)])[0]
+        return self.submit_batch([input_ids], **options)[0]
 
-    def generate_batch(self, prompts: Iterable[Sequence[int] | Any], **options: Any) -> list[GenerationResult]:
-        """The results of many prompts, in their order. A `seed` counts for the first; the others take the following numbers.
+    def submit_batch(self, prompts: Iterable[Sequence[int] | Any], samples: int = 1, **options: Any) -> list[GenerationHandle]:
+        """Queue many prompts, all or none, and so many samples of each, which share what is computed of their prompt.
 
-        The first error is raised, and the requests that have not ended are cancelled.
+        The handles are in the order of the prompts, the samples of one next to each other. A `seed` counts for the first of
+        all; the others take the following numbers. Otherwise as `submit`.
         """
+        if not isinstance(samples, int) or samples < 1:
+            raise InvalidArgumentError(f"samples: takes an integer >= 1; got {samples!r}")
         self._follow_model()
         seed = options.pop("seed", None)
         if seed is not None:
             check_seed(seed)
-        requests = [
-            self.make_request(prompt, seed=None if seed is None else seed + i, **options) for i, prompt in enumerate(prompts)
-        ]
-        handles = self.submit_all(requests)
+        requests: list[Request] = []
+        for prompt in prompts:
+            first = len(requests)
+            for i in range(first, first + samples):
+                request = self.make_request(prompt, seed=None if seed is None else seed + i, **options)
+                requests.append(request if i == first else replace(request, fork_of=requests[first].request_id))
+        return self.submit_all(requests)
+
+    def generate_batch(self, prompts: Iterable[Sequence[int] | Any], **options: Any) -> list[GenerationResult]:
+        """The results of many prompts, in their order; the rest as `submit_batch`.
+
+        The first error is raised, and the requests that have not ended are cancelled.
+        """
+        handles = self.submit_batch(prompts, **options)
         try:
             return [handle.result() for handle in handles]
         except BaseException:
@@ -164,6 +179,9 @@ class Engine:
                 f"max_new_tokens: a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones make "
                 f"{request.max_tokens}; the model has {served.max_positions} positions"
             )
+        for token, _ in request.sampling.logit_bias:
+            if token >= served.vocab_size:
+                raise InvalidArgumentError(f"logit_bias: takes token ids from 0 to {served.vocab_size - 1}; got {token}")
         served.machinery.scheduler.check_fits(request)
 
     def submit_all(self, requests: Sequence[Request]) -> list[GenerationHandle]:
@@ -258,6 +276,18 @@ class Engine:
         self._closed = True
         if self._worker is not None:
             self._worker.close(drain)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that a prompt and its output may have together: what the model's positions and the KV cache hold."""
+        served = self.served()
+        room = served.machinery.scheduler.max_tokens
+        return room if served.max_positions is None else min(room, served.max_positions)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: it was not shut down, and has not died."""
+        return not self._closed and self._worker is not None and self._worker.is_open
 
     @property
     def config(self) -> ResolvedConfig | None:

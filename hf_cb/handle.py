@@ -209,6 +209,21 @@ class GenerationHandle:
         """The tokens so far, also of a request that failed."""
         return tuple(self._queue.tokens)
 
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the tokens so far, for a request that asked for them: of no fewer than `tokens` had before this was read."""
+        return tuple(self._queue.logprobs)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Of the prompt's tokens, once there is an output token, for a request that asked for them."""
+        return self._queue.prompt_logprobs
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, that were in the KV cache when it was last admitted."""
+        return self._queue.num_cached_tokens
+
     def cancel(self) -> None:
         """Ask the engine to stop it at the next step; from any thread, in any state. One that has ended stays as it is."""
         if not self.done:

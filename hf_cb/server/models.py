@@ -42,14 +42,14 @@ def load_model(
 
     `source`: an id or a folder for `from_pretrained`; `name`: what clients call it, by default the last part of `source`.
     `device`: such as "cuda:1"; by default the GPU if there is one. `dtype`: such as "float32"; "auto": the checkpoint's own.
-    `options`: fields of CBConfig. Raises what `from_pretrained` and `hf_cb.install` raise, and UnsupportedModelError for a model
-    that the engine cannot serve.
+    `options`: fields of CBConfig. Raises what `from_pretrained` and `install` raise, UnsupportedModelError for a model that
+    the engine cannot serve.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)  # in evaluation mode
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     engine = hf_cb.install(model, **options)
     assert engine is not None
