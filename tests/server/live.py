@@ -5,34 +5,34 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 import hf_cb
-from hf_cb.server.app import create_app
 from hf_cb.server.models import load_model
+from hf_cb.server.run import HttpServer
 from hf_cb.server.settings import ServerSettings
 
 GRACE = 10.0  # seconds in which what was left must be gone
 
 
 class Live:
-    """The tiny chat model behind uvicorn, as `run.serve` sets it up."""
+    """The tiny chat model behind the server that `serve` runs."""
 
     def __init__(self, folder: Path, settings: ServerSettings, **engine: Any) -> None:
         self.settings = settings
         self.served = load_model(str(folder), "tiny", **engine)
-        self.app = create_app([self.served], settings)
-        self._server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="warning"))
-        self._thread = threading.Thread(target=self._server.run)
+        ready = threading.Event()
+        self._server = HttpServer([self.served], settings, on_ready=lambda url: ready.set())
+        self.url = self._server.url
+        self.port = int(self.url.rpartition(":")[2])
+        self._thread = threading.Thread(target=self._server.serve_until_told)
         self._thread.start()
-        wait_until(lambda: self._server.started, "the server does not start")
-        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        assert ready.wait(GRACE)
         self._before = self._held()
 
     @property
@@ -42,7 +42,7 @@ class Live:
     @property
     def underway(self) -> int:
         """Requests that the application is at."""
-        return self.app.state.gate.underway
+        return self._server.config.app.state.gate.underway
 
     def room(self, number: int) -> int:
         """So many connections, or as many as this process may open: each has two ends here."""
@@ -68,9 +68,9 @@ class Live:
         }
 
     def close(self) -> None:
-        self._server.should_exit = True
+        """SIGTERM, as far as a thread can have it."""
+        self._server.handle_exit(signal.SIGTERM, None)
         self._thread.join()
-        self.served.close()
 
 
 def _target(fd: str) -> str:
