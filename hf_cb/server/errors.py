@@ -44,7 +44,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer with this status."""
 
@@ -117,7 +117,6 @@ def add_handlers(app: FastAPI) -> None:
         return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code).response()
 
     app.add_exception_handler(ApiError, on_error)
-    app.add_exception_handler(Exception, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
 

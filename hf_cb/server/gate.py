@@ -13,7 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hf_cb.server.errors import ApiError, ClientGoneError, unavailable
+from hf_cb.server.errors import ApiError, ClientGoneError, api_error, unavailable
 from hf_cb.server.settings import ServerSettings
 
 logger = logging.getLogger("hf_cb.server")
@@ -21,6 +21,7 @@ logger = logging.getLogger("hf_cb.server")
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id")
 """Of the request that the current task serves: the client's x-request-id, or one of ours."""
 
+_NO_STATUS = 499  # nginx's, for a client that left before there was an answer
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -57,7 +58,7 @@ class Gate:
         own_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = own_id
         request_id.set(own_id)
-        status = 499  # the client left before there was an answer
+        status = _NO_STATUS
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -76,10 +77,12 @@ class Gate:
                 scope["state"]["key_index"] = self._admit(headers)
                 receive = await self._body(headers, receive)
             await app(scope, receive, answer)
-        except ApiError as error:
-            await error.response()(scope, receive, answer)
         except ClientGoneError:  # there is nobody to answer, or nobody who reads
             pass
+        except Exception as error:
+            if status != _NO_STATUS:
+                raise
+            await api_error(error).response()(scope, receive, answer)
         finally:
             self.underway -= not is_health
             _log(scope, status, time.perf_counter() - began)

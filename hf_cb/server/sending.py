@@ -21,11 +21,16 @@ Ask = Callable[[], Awaitable[Reply]]
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies are not to wait for more
 
 
-class WholeReply(Response):
-    """Asks, waits for all choices, and answers in one JSON object. When the client leaves, what runs for it ends."""
+class _LaterReply(Response):
+    """A response that asks only when it is called."""
 
     def __init__(self, ask: Ask) -> None:
+        self.background = None
         self._ask = ask
+
+
+class WholeReply(_LaterReply):
+    """Asks, waits for all choices, and answers in one JSON object. When the client leaves, what runs for it ends."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ApiError while nothing was sent."""
@@ -42,11 +47,8 @@ class WholeReply(Response):
             reply.asked.cancel()
 
 
-class StreamedReply(Response):
+class StreamedReply(_LaterReply):
     """Asks, and sends each piece as it comes. The status waits for the first piece: what fails before has its own."""
-
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ApiError while nothing was sent."""
