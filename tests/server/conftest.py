@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny_chat
-from live import Live, live_server
+from live import QUEUE, Live, live_server
 
 from hf_cb.server.settings import ServerSettings
 
@@ -44,6 +44,6 @@ def impatient(_impatient: Live) -> Iterator[Live]:
 @pytest.fixture
 def crowded(folder: Path) -> Iterator[Live]:
     """One in which few may wait."""
-    with live_server(folder, ServerSettings(port=0), max_queue_size=16) as live:
+    with live_server(folder, ServerSettings(port=0), max_queue_size=QUEUE) as live:
         yield live
         live.check_clean()

@@ -17,6 +17,9 @@ from hf_cb.server.models import load_model
 from hf_cb.server.run import HttpServer
 from hf_cb.server.settings import ServerSettings
 
+QUEUE = 16
+"""The most requests that wait in a crowded server."""
+
 GRACE = 10.0  # seconds in which what was left must be gone
 
 

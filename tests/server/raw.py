@@ -34,15 +34,16 @@ class Connection:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.settimeout(_PATIENCE)
         self.socket.connect(("127.0.0.1", port))
+        self._response: http.client.HTTPResponse | None = None
 
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
     def begin(self) -> http.client.HTTPResponse:
         """Read the response's head."""
-        response = http.client.HTTPResponse(self.socket)
-        response.begin()
-        return response
+        self._response = http.client.HTTPResponse(self.socket)
+        self._response.begin()
+        return self._response
 
     def response(self) -> Response:
         response = self.begin()
@@ -60,12 +61,14 @@ class Connection:
         return True
 
     def close(self) -> None:
+        if self._response is not None:
+            self._response.close()  # it has a handle of its own on the socket
         self.socket.close()
 
     def reset(self) -> None:
         """Leave without a goodbye: RST instead of FIN."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.socket.close()
+        self.close()
 
 
 @contextlib.contextmanager

@@ -121,6 +121,14 @@ def test_what_is_not_http_ends_its_connection_only(live: Live, name: str) -> Non
     assert exchange(live.port, post(CHAT, hello())).status == 200
 
 
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"], ids=["path", "value", "headers"])
+def test_a_head_without_end_is_not_kept(live: Live, start: bytes) -> None:
+    with connection(live.port) as client, pytest.raises(ConnectionError):  # noqa: PT012
+        client.send(start)
+        for _ in range(2000):  # 128 MiB: more than the buffers between us
+            client.send(b"a" * (1 << 16) if not start.endswith(b"\n") else b"x: 1\r\n" * (1 << 13))
+
+
 HEADERS = {
     "x_request_id": "\x01\x02",
     "authorization": "\xff" * 100,
