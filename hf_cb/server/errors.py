@@ -127,7 +127,8 @@ _OWN = re.compile(r"Value error, (\w+): (.*)", re.DOTALL)
 
 def _invalid(errors: Sequence[Any]) -> ApiError:
     """The first of pydantic's errors, but for a union the one of the member that went farthest."""
-    worst = max(errors, key=lambda error: (errors[0]["loc"][:2] == error["loc"][:2], len(error["loc"])))
+    of_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    worst = max(of_field, key=lambda error: (len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]))
     place, message = list(worst["loc"]), worst["msg"]
     if worst["type"] == "json_invalid":
         return refused(None, f"the body is not JSON: {worst['ctx']['error']}")

@@ -1,3 +1,5 @@
+"""A tiny chat model, and one server of it for the tests that change nothing about either."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -5,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import tiny_chat
-from live import QUEUE, Live, live_server
-
-from hf_cb.server.settings import ServerSettings
+import web
+from live import MAX_BODY, QUEUE, Live, live_server
 
 
 @pytest.fixture(scope="session")
@@ -16,34 +17,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[web.Running]:
+    with web.running(web.tiny(folder)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def _live(folder: Path) -> Iterator[Live]:
-    with live_server(folder, ServerSettings(port=0, max_body_bytes=1 << 20)) as live:
+    with live_server(folder, max_body_bytes=MAX_BODY) as live:
         yield live
 
 
 @pytest.fixture
 def live(_live: Live) -> Iterator[Live]:
-    """A server that is patient; nothing of the test is left in it."""
-    yield _live
-    _live.check_clean()
+    """A server that is patient. Nothing of the test is left in it."""
+    with _live.left_clean():
+        yield _live
 
 
 @pytest.fixture(scope="module")
 def _impatient(folder: Path) -> Iterator[Live]:
-    with live_server(folder, ServerSettings(port=0, read_timeout=0.3, write_timeout=0.3)) as live:
+    with live_server(folder, read_timeout=0.3, write_timeout=0.3) as live:
         yield live
 
 
 @pytest.fixture
 def impatient(_impatient: Live) -> Iterator[Live]:
     """One that waits for nobody."""
-    yield _impatient
-    _impatient.check_clean()
+    with _impatient.left_clean():
+        yield _impatient
 
 
 @pytest.fixture
 def crowded(folder: Path) -> Iterator[Live]:
     """One in which few may wait."""
-    with live_server(folder, ServerSettings(port=0), max_queue_size=QUEUE) as live:
+    with live_server(folder, {"max_queue_size": QUEUE}) as live, live.left_clean():
         yield live
-        live.check_clean()

@@ -12,18 +12,17 @@ from typing import Any
 
 import pytest
 from crowd import held
-from live import QUEUE, Live, wait_until
+from live import QUEUE, Live
 from raw import Connection, Response, connection, exchange, post
+from web import ENDLESS, GREEDY, wait_until
 
 pytestmark = pytest.mark.timeout(20)
 
 CHAT = "/v1/chat/completions"
-LONG = 1500  # tokens: the engine is at it for seconds
 
 
 def chat(content: str = "Hello", **fields: Any) -> bytes:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 3, "temperature": 0}
-    return post(CHAT, body | fields)
+    return post(CHAT, {**GREEDY, "messages": [{"role": "user", "content": content}], "max_tokens": 3, **fields})
 
 
 def others_are_served(live: Live) -> None:
@@ -91,31 +90,31 @@ def test_who_leaves_is_cancelled(live: Live, stream: bool, leave: str) -> None:
     clients = [Connection(live.port) for _ in range(8)]
     finished = live.engine.stats().finished
     for client in clients:
-        client.send(chat(max_tokens=LONG, stream=stream, logit_bias={"2": -100}))
+        client.send(chat(**ENDLESS | {"stream": stream}))
     if stream:
         for client in clients:
             response = client.begin()
             assert response.status == 200
             assert response.readline().startswith(b"data: ")
     else:
-        wait_until(lambda: live.engine.stats().running == 8, "not all run")
+        wait_until(lambda: live.engine.stats().running == 8)
     for client in clients:
         getattr(client, leave)()
-    wait_until(lambda: live.engine.stats().running == 0, "they go on")
+    wait_until(lambda: live.engine.stats().running == 0)
     ends = Counter(live.engine.stats().finished) - Counter(finished)
     assert {reason.value for reason in ends} == {"cancelled"}
     others_are_served(live)
 
 
 # With the log-probabilities of 20 tokens at each place, an answer is more than the system's buffers hold.
-WORDY = {"max_tokens": 250, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 16, "logit_bias": {"2": -100}}
+WORDY = {"max_tokens": 250, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 16}
 
 
 def test_a_slow_reader_gets_everything_and_holds_nobody_up(live: Live) -> None:
     with connection(live.port, receive_buffer=4096) as slow:
         slow.send(chat(**WORDY))
         response = slow.begin()
-        wait_until(lambda: live.engine.stats().running == 0, "the engine waits for a reader")
+        wait_until(lambda: live.engine.stats().running == 0)
         others_are_served(live)
         lines = [line for line in response.read().split(b"\n\n") if line]
     assert lines[-1] == b"data: [DONE]"
@@ -131,7 +130,7 @@ def test_who_does_not_read_at_all_is_dropped(impatient: Live) -> None:
     with connection(impatient.port, receive_buffer=4096) as deaf:
         deaf.send(chat(**WORDY))
         assert deaf.begin().status == 200
-        wait_until(lambda: not impatient.underway, "the server waits for a reader")
+        wait_until(lambda: not impatient.underway)
         others_are_served(impatient)
         assert deaf.is_closed_by_server()
 
@@ -150,7 +149,7 @@ def test_a_thousand_connections_at_once_are_told_to_come_again_where_few_may_wai
     with ThreadPoolExecutor(1) as thread:
         with held(crowded.engine, waiting):
             burst = thread.submit(asyncio.run, _burst(crowded.port, number, refused := []))
-            wait_until(lambda: len(refused) == number - waiting, "not all others are refused")
+            wait_until(lambda: len(refused) == number - waiting)
         responses = burst.result()
     assert [answer(response) for response in responses if response.status == 200] == [text] * waiting
     for response in refused:
