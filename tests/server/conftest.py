@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_chat
 import web
-from live import MAX_BODY, QUEUE, Live, live_server
+from live import MAX_BODY, QUEUE, SEATS, Live, live_server
 
 
 @pytest.fixture(scope="session")
@@ -51,5 +51,5 @@ def impatient(_impatient: Live) -> Iterator[Live]:
 @pytest.fixture
 def crowded(folder: Path) -> Iterator[Live]:
     """One in which few may wait."""
-    with live_server(folder, {"max_queue_size": QUEUE}) as live, live.left_clean():
+    with live_server(folder, {"max_batch_size": SEATS, "max_queue_size": QUEUE}) as live, live.left_clean():
         yield live

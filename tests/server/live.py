@@ -16,8 +16,8 @@ import hf_cb
 MAX_BODY = 1 << 20
 """Bytes that a patient server takes."""
 
-QUEUE = 16
-"""The most requests that wait in a crowded server."""
+SEATS, QUEUE = 16, 16
+"""The most requests that run and that wait in a crowded server."""
 
 
 class Live:
