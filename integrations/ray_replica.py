@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
-from ray import serve
 
 import hf_cb
 from demo import packaged_model
@@ -42,6 +41,8 @@ class Replica:
         self.served = settings.load()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        from ray import serve
+
         # Who may reach the address is the business of Ray's proxies, which are those that listen.
         settings = ServerSettings(api_keys=self._settings.api_keys, allow_without_keys=True)
         app = create_app([self.served], settings)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 from typing_extensions import Self
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,11 @@ class Program:
 
     def living(self) -> list[int]:
         """It and all that it has started, as far as they live."""
-        return list(self.environments())
+        found = set(self.environments())
+        for pid in list(found):  # some write over their environment to change their name in ps
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+        return list(found)
 
     def environments(self) -> dict[int, Mapping[str, str]]:
         """Those of the living, by process id."""
