@@ -5,16 +5,19 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from hf_cb.server.app import Metrics, create_app
+from hf_cb.server.connections import BoundedConnection
 from hf_cb.server.gate import Gate
 from hf_cb.server.models import ServedModel
 from hf_cb.server.settings import ServerSettings
 
 _BACKLOG = 2048  # connections that wait to be taken
+_MAX_HEAD = 1 << 16  # bytes
 _SECONDS_TO_CLOSE = 5  # for connections, when nothing is underway any more
 
 
@@ -50,6 +53,8 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 backlog=_BACKLOG,
+                http=partial(BoundedConnection, head_timeout=settings.read_timeout),  # type: ignore[arg-type]
+                h11_max_incomplete_event_size=_MAX_HEAD,
                 lifespan="off",
                 ws="none",
                 log_config=None,
