@@ -1,12 +1,12 @@
 """What it costs to be observed: `python -m benchmarks.observing [--rounds N] [--json FILE]`.
 
 Callers keep the engine's slots full with short requests, in turns bare (no histograms, nobody watches) and observed: with
-histograms, a span for each request and its parts through OpenTelemetry's SDK, a JSON log line for each, and a scrape of /metrics
-each second.
+histograms, a span for each request and its parts through OpenTelemetry's SDK, a JSON log line for each, and a scrape of
+/metrics each second.
 
-The cost is told twice: by the medians of the turns' seconds per step, which a busy machine blurs, and by processor time, which
-it doesn't: that of the observing code on the engine's thread (clocks around it included), and of that beside it (spans, scrapes),
-against that of the steps on the engine's thread. It needs the extras `demo`, `metrics` and `tracing`.
+The cost is told twice: by the medians of the turns' seconds per step, which a busy machine blurs, and by processor time,
+which it doesn't: that of the observing code on the engine's thread (clocks around it included), and of that beside it (spans,
+scrapes), against that of the steps on the engine's thread. It needs the extras `demo`, `metrics` and `tracing`.
 """
 
 from __future__ import annotations

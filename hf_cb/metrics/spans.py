@@ -29,8 +29,8 @@ class RequestTracer:
     its time in the queue, for its prompt (prefill) and for its output (decode). Names and attributes are those of
     https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/.
 
-    Spans take a tenth of a millisecond to make, so a thread of its own makes them: the engine goes on meanwhile. `flush` waits for
-    those of requests that have ended; `close`, which is called at the interpreter's exit too, ends the thread.
+    Spans take a tenth of a millisecond to make, so a thread of its own makes them: the engine goes on meanwhile. `flush` waits
+    for those of requests that have ended; `close`, which is called at the interpreter's exit too, ends the thread.
     """
 
     def __init__(self, model: str, provider: TracerProvider | None = None) -> None:
