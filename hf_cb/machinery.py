@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,13 +40,21 @@ FollowWeights = Callable[[Look], bool]
 """Brings copies of the weights up to date, and tells whether any was seen to have changed since the last time."""
 
 
+class Admission(NamedTuple):
+    """A request got its seat. `at`: on `time.perf_counter()`'s clock."""
+
+    request_id: int
+    num_cached_tokens: int
+    at: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What came of a step: what each request is to be told, and a record for the books."""
 
     emissions: list[Emission]
-    cached: tuple[tuple[int, int], ...]  # see SchedulerOutput
     record: StepRecord
+    admitted: tuple[Admission, ...]  # told as soon as they are scheduled
 
 
 @dataclass(slots=True, eq=False)
@@ -89,14 +98,17 @@ class Machinery:
         of its rows can't. What fails ends the rows that are to blame, in the emissions; a lost device or a broken invariant
         raises.
         """
-        flight, self._flight = self._flight, None
+        flight, self._flight, begun = self._flight, None, []
         if flight is None:
             flight = self._begin(None)
             if flight is None:
                 raise EngineDeadError("nothing can be scheduled although requests wait: the block accounting is broken")
+            begun.append(flight)
         if ahead and flight.launched is not None:
             self._flight = self._begin(flight.launched)
-        return self._take_in(flight)
+            begun += [self._flight] if self._flight else []
+        admitted = tuple(Admission(*news, new.began) for new in begun for news in new.output.cached)
+        return StepOutcome(*self._take_in(flight), admitted)
 
     def _begin(self, before: Launched | None) -> _Flight | None:
         """Schedule a step, and launch it if nobody has to wait for it. None: there is nothing to compute before the one that is
@@ -135,7 +147,7 @@ class Machinery:
         self.scheduler.advance(output)
         return launched
 
-    def _take_in(self, flight: _Flight) -> StepOutcome:
+    def _take_in(self, flight: _Flight) -> tuple[list[Emission], StepRecord]:
         scheduler, output = self.scheduler, flight.output
         if flight.launched is None:
             result = self._execute(scheduler.still_here(output), flight.before)
@@ -159,7 +171,7 @@ class Machinery:
             block_size=self.cache.block_size,
         )
         self._idle_since = ended
-        return StepOutcome(emissions, output.cached, record)
+        return emissions, record
 
     @property
     def has_work(self) -> bool:
@@ -253,7 +265,9 @@ class Machinery:
                 if len(part.rows) > 1 and attempts > 0:
                     parts += _halves(part)
                     continue
-                logger.error("a step of %d sequences failed; they end, the engine goes on", len(part.rows), exc_info=error)
+                ids = [row.request_id for row in part.rows]
+                said = "a step of %d sequences failed; they end, the engine goes on"
+                logger.error(said, len(ids), exc_info=error, extra={"engine_request_ids": ids})
                 results.append(StepResult({}, {row.request_id: error for row in part.rows}))
         return StepResult.of_parts(results)
 

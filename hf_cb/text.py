@@ -19,7 +19,7 @@ def stream_text(handle: GenerationHandle, tokenizer: Any, *, skip_special_tokens
     that the whole has as a replacement character, since its bytes are none, is one here too. `tokenizer`: one of transformers',
     slow or fast. Raises what the handle raises, after the text that came before.
     """
-    decoder = _Decoder(tokenizer, {"skip_special_tokens": skip_special_tokens, **decode})
+    decoder = TextDecoder(tokenizer, skip_special_tokens=skip_special_tokens, **decode)
     sent = taken = 0
     for _ in handle:
         tokens = handle.tokens
@@ -35,13 +35,14 @@ def stream_text(handle: GenerationHandle, tokenizer: Any, *, skip_special_tokens
         yield rest
 
 
-class _Decoder:
-    """Decodes from the first token at each turn: what a token reads as depends on those before it."""
+class TextDecoder:
+    """Texts of growing tokens. Decodes from the first token at each turn: what a token reads as depends on those before it."""
 
-    def __init__(self, tokenizer: Any, options: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
+        """`options`: of the tokenizer's `decode`."""
         self._tokenizer = tokenizer
-        self._options = options
-        self._skipped = frozenset(tokenizer.all_special_ids) if options["skip_special_tokens"] else frozenset()
+        self._options = {"skip_special_tokens": True, **options}
+        self._skipped = frozenset(tokenizer.all_special_ids) if self._options["skip_special_tokens"] else frozenset()
         clean = options.get("clean_up_tokenization_spaces")
         self._cleans = tokenizer.clean_up_tokenization_spaces if clean is None else clean
 

@@ -117,23 +117,27 @@ class Scheduler:
         """Prompt and output so far of a sequence that has not ended. KeyError for any other."""
         return tuple(token for token in self._sequences[request_id].tokens if token != UNKNOWN)
 
+    @property
+    def max_tokens(self) -> int:
+        """Of prompt and output of one request: the last token is never fed back, so it needs no slot."""
+        return self._kv.tables.num_slots + 1
+
     def check_fits(self, request: Request) -> None:
         """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask."""
-        slots = request.max_tokens - 1  # the last token is never fed back, so it needs no slot
         if request.width > self._running.num_seats:
             raise RequestTooLongError(
                 f"num_beams: {request.width} beams run together, and max_batch_size is {self._running.num_seats}"
             )
-        needed = self._kv.tables.num_needed(len(request.prompt), slots, request.width)
+        needed = self._kv.tables.num_needed(len(request.prompt), request.max_tokens - 1, request.width)
         if request.width > 1 and needed > self._kv.tables.num_blocks:
             raise RequestTooLongError(
                 f"num_beams: {request.width} beams of {request.max_tokens} tokens can take {needed} blocks, and the KV cache "
                 f"has {self._kv.tables.num_blocks}; raise num_blocks or kv_cache_memory"
             )
-        if slots > self._kv.tables.num_slots:
+        if request.max_tokens > self.max_tokens:
             raise RequestTooLongError(
                 f"max_new_tokens: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones are "
-                f"{request.max_tokens}, and at most {self._kv.tables.num_slots + 1} fit the KV cache; "
+                f"{request.max_tokens}, and at most {self.max_tokens} fit the KV cache; "
                 f"shorten the prompt, lower max_new_tokens, or raise num_blocks or kv_cache_memory"
             )
 

@@ -16,7 +16,7 @@ from hf_cb.request import Request, RowRules, SamplingParams, TokenLogprobs
 from hf_cb.runtime.draws import Draws, draw_all, draws, refusal
 from hf_cb.runtime.logprobs import token_logprobs
 from hf_cb.runtime.streams import to_device
-from hf_cb.runtime.warpers import SeenTokens, forbid, penalise_repetition, warp
+from hf_cb.runtime.warpers import SeenTokens, bias, forbid, penalise_presence, penalise_repetition, warp
 
 
 @dataclass(slots=True)
@@ -29,7 +29,8 @@ class RowState:
     logprobs: int | None = None  # how many of the most probable tokens to report
     num_sampled: int = 0
     draws: Draws | None = field(default=None, repr=False)
-    seen: SeenTokens | None = field(default=None, repr=False)
+    seen: SeenTokens | None = field(default=None, repr=False)  # in prompt and output
+    produced: SeenTokens | None = field(default=None, repr=False)  # in the output alone
 
     @classmethod
     def of(cls, request: Request, device: torch.device) -> RowState:
@@ -37,7 +38,8 @@ class RowState:
         params = request.sampling
         source = draws(params.seed, device) if params.do_sample else None
         seen = SeenTokens(request.prompt) if params.repetition_penalty != 1.0 else None
-        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, request.logprobs, 0, source, seen)
+        produced = SeenTokens() if params.frequency_penalty or params.presence_penalty else None
+        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, request.logprobs, 0, source, seen, produced)
 
     def forbidden(self) -> list[int]:
         """The ids that cannot come now, whatever the model says."""
@@ -51,12 +53,13 @@ class RowState:
     @property
     def needs_host(self) -> bool:
         """Whether its next token can't be sampled before the value of this one has come to the host."""
-        return self.rules is not None or self.seen is not None or self.logprobs is not None
+        return any(own is not None for own in (self.rules, self.seen, self.produced, self.logprobs))
 
     def accept(self, token: int, scores: torch.Tensor) -> bool:
         """Take note of a sampled token and the scores [1, vocab] it was chosen by. True: the request's rules end it here."""
-        if self.seen is not None:
-            self.seen.add(token)
+        for tokens in (self.seen, self.produced):
+            if tokens is not None:
+                tokens.add(token)
         if self.rules is None:
             return False
         with torch.inference_mode(False), torch.no_grad():
@@ -147,14 +150,18 @@ def _source(row: RowState) -> Draws:
 def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, BaseException]) -> torch.Tensor:
     """What does not depend on sampling, from logits to scores [n, vocab] float32: a copy where any row asks for anything."""
     scores = logits.float()
+    biased = [(i, row.params.logit_bias) for i, row in enumerate(rows) if row.params.logit_bias]
     penalties = [(i, row.params.repetition_penalty, row.seen) for i, row in enumerate(rows) if row.seen is not None]
+    present = [(i, row.params, row.produced) for i, row in enumerate(rows) if row.produced is not None]
     forbidden = [(i, ids) for i, row in enumerate(rows) if (ids := row.forbidden())]
     ruled = [i for i, row in enumerate(rows) if row.rules is not None]
-    if scores is logits and (penalties or forbidden or ruled):
+    if scores is logits and (biased or penalties or present or forbidden or ruled):
         scores = scores.clone()
     for i in ruled:
         _apply_rules(i, rows[i].rules, scores, errors)
+    bias(scores, biased)
     penalise_repetition(scores, penalties)
+    penalise_presence(scores, present)
     forbid(scores, forbidden)
     return scores
 

@@ -197,6 +197,31 @@ def test_cancelled_while_a_step_is_underway() -> None:
         assert engine._worker.machinery.scheduler.blocks_used == 0
 
 
+def test_cancelled_as_soon_as_it_is_admitted() -> None:
+    """While the step before is underway, in which it has no part."""
+    model, rows = truth.model("llama"), truth.rows("llama")
+    with hf_cb.continuous_batching(model, **SMALL) as engine:
+        runner = engine._worker.machinery.runner
+        launch, handles = runner.launch, [engine.submit(rows[1].prompt[0], max_new_tokens=len(rows[1].tokens))]
+        late: list[hf_cb.GenerationHandle] = []
+
+        def cancel(output: SchedulerOutput, before: Launched | None = None) -> Launched:
+            launched = launch(output, before)
+            for handle in late:
+                if before is not None and any(row.request_id == handle.request_id for row in output.rows):
+                    handle.cancel()
+            return launched
+
+        runner.launch = cancel  # type: ignore[method-assign]
+        for row in rows[2:6]:
+            late.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
+            handles.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
+        assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows[1:6]]
+        for handle in late:
+            with pytest.raises(hf_cb.RequestCancelledError):
+                handle.result()
+
+
 def test_weights_changed_between_two_calls() -> None:
     """Nobody begins with keys and values of weights that are gone."""
     model = models.tiny("llama")

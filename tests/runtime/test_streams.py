@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 PARAMS = (
     SamplingParams(),
     SamplingParams(min_new_tokens=3, suppress_tokens=(5,), begin_suppress_tokens=(7,)),
-    SamplingParams(do_sample=True),
+    SamplingParams(do_sample=True, logit_bias=((5, 2.0), (9, -1.5))),
     SamplingParams(do_sample=True, temperature=0.7, top_k=9),
     SamplingParams(do_sample=True, temperature=1.3, top_p=0.9, min_p=0.01),
 )
@@ -108,6 +108,7 @@ def test_no_launch_needs_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     "options",
     [
         {"sampling": SamplingParams(repetition_penalty=1.1)},
+        {"sampling": SamplingParams(frequency_penalty=0.5)},
         {"logprobs": 0},
         {"prompt_logprobs": 0},
         {"rules": object()},
