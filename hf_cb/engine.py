@@ -24,7 +24,8 @@ from hf_cb.machinery import Machinery
 from hf_cb.options import Defaults, check_seed, make_request
 from hf_cb.request import Request
 from hf_cb.runtime.threads import release_pool
-from hf_cb.stats import EngineStats, StepRecord
+from hf_cb.stats import EngineStats, Meter, StepRecord
+from hf_cb.watch import RequestWatcher, tell_submitted
 from hf_cb.worker import Worker
 
 
@@ -64,14 +65,16 @@ class Engine:
         self._refresh = refresh
         self._limits = QueueLimits(config.max_queue_size, config.queue_timeout)
         self._closed = False
+        self._meter = Meter(config.record_steps)
         self._native_calls: Counter[str] = Counter()
-        self._native_lock = threading.Lock()
+        self._watchers: tuple[RequestWatcher, ...] = ()
+        self._lock = threading.Lock()  # of these two
         self._worker: Worker | None = None
         if served is not None:
             self._start(served)
 
     def _start(self, served: Served) -> None:
-        self._worker = Worker(served.machinery, served.config.record_steps, self._limits)
+        self._worker = Worker(served.machinery, self._meter, self._limits)
         # The thread holds the worker, not the engine: an engine nobody holds any more ends its thread.
         weakref.finalize(self, _close_quietly, self._worker).atexit = False
 
@@ -191,7 +194,8 @@ class Engine:
             raise UnsupportedCallError(f"rank {lockstep.rank} of {lockstep.size} follows: rank 0 takes the requests")
         worker = self._worker
         release_pool()
-        queues = [OutputQueue(request) for request in requests]
+        watchers = self._watchers
+        queues = [OutputQueue(request, tell_submitted(watchers, request) if watchers else ()) for request in requests]
         try:
             if worker is None:
                 raise EngineClosedError("the engine takes no more requests")
@@ -205,44 +209,56 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made, and what it is doing now."""
-        served, worker = self._served, self._worker
-        with self._native_lock:
+        served, worker, meter = self._served, self._worker, self._meter
+        with self._lock:
             native = dict(self._native_calls)
-        if served is None or worker is None:
-            return EngineStats(0, 0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", self._reason or "", 0)
-        meter, scheduler = worker.meter, worker.machinery.scheduler
-        steps = max(1, meter.steps)
+        machinery = None if worker is None else worker.machinery
         return EngineStats(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
+            running=machinery.scheduler.num_running if machinery else 0,
+            waiting=machinery.scheduler.num_waiting if machinery else 0,
             steps=meter.steps,
             prompt_tokens=meter.prompt_tokens,
             output_tokens=meter.output_tokens,
-            preemptions=scheduler.num_preemptions,
-            swaps=scheduler.num_swaps,
+            preemptions=meter.preemptions,
+            swaps=meter.swaps,
             finished=dict(meter.finished),
-            num_blocks=worker.machinery.cache.num_blocks,
-            blocks_used=scheduler.blocks_used,
+            num_blocks=machinery.cache.num_blocks if machinery else 0,
+            blocks_used=machinery.scheduler.blocks_used if machinery else 0,
             step_seconds=meter.step_seconds,
             model_seconds=meter.model_seconds,
-            mean_batch_size=meter.rows / steps,
-            kv_waste=meter.waste_sum / steps,
+            mean_batch_size=meter.rows / max(1, meter.steps),
+            kv_waste=meter.waste_sum / max(1, meter.steps),
             prefix_hits=meter.prefix_hits,
             cached_tokens=meter.cached_tokens,
             native_calls=native,
-            attention_backend=served.attention_backend,
-            attention_reason=served.attention_reason,
-            packed_bytes=served.packed_bytes,
+            attention_backend=served.attention_backend if served else "none",
+            attention_reason=served.attention_reason if served else self._reason or "",
+            packed_bytes=served.packed_bytes if served else 0,
+            admitted_tokens=meter.admitted_tokens,
+            rejected=meter.rejected,
+            max_running=served.config.max_batch_size if served else 0,
+            distributions=meter.distributions(),
         )
 
     def steps(self) -> list[StepRecord]:
         """The latest `CBConfig.record_steps` steps, oldest first."""
-        while self._worker is not None:
+        while True:
             try:
-                return list(self._worker.meter.records)
+                return list(self._meter.records)
             except RuntimeError:  # the engine thread appended while we copied: copy again
                 continue
-        return []
+
+    def watch(self, watcher: RequestWatcher) -> None:
+        """Let it be told of each request that is submitted from now on, when it comes and when it has ended."""
+        with self._lock:
+            self._watchers = (*self._watchers, watcher)
+
+    def unwatch(self, watcher: RequestWatcher) -> None:
+        """Tell it of no more requests; those that it has seen come, it sees end. Raises InvalidArgumentError if it is none."""
+        with self._lock:
+            if watcher not in self._watchers:
+                raise InvalidArgumentError(f"watcher: takes one that watches this engine; got {watcher!r}")
+            self._watchers = tuple(other for other in self._watchers if other is not watcher)
 
     @contextlib.contextmanager
     def pause(self, release_kv: bool = False) -> Iterator[None]:
@@ -312,7 +328,7 @@ class Engine:
 
     def count_native(self, reason: str) -> None:
         """Note a call that ran plain generate, and why."""
-        with self._native_lock:
+        with self._lock:
             self._native_calls[reason] += 1
 
     def served(self) -> Served:

@@ -172,7 +172,9 @@ class Machinery:
                 if len(part.rows) > 1 and attempts > 0:
                     parts += _halves(part)
                     continue
-                logger.error("a step of %d sequences failed; they end, the engine goes on", len(part.rows), exc_info=error)
+                ids = [row.request_id for row in part.rows]
+                said = "a step of %d sequences failed; they end, the engine goes on"
+                logger.error(said, len(ids), exc_info=error, extra={"engine_request_ids": ids})
                 results.append(StepResult({}, {row.request_id: error for row in part.rows}))
         return StepResult.of_parts(results)
 

@@ -9,6 +9,7 @@ import models
 
 import hf_cb
 from hf_cb.hf import fates
+from hf_cb.metrics import catalog
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -45,7 +46,8 @@ def between_marks(text: str, name: str) -> str:
 
 def main() -> None:
     text = README.read_text()
-    for name, table in (("options", fates.markdown()), ("models", model_table())):
+    tables = {"options": fates.markdown(), "models": model_table(), "metrics": catalog.markdown()}
+    for name, table in tables.items():
         before = between_marks(text, name)
         text = text.replace(f"<!-- {name} -->\n{before}\n", f"<!-- {name} -->\n{table}\n")
     README.write_text(text)

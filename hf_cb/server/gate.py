@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import logging
 import re
 import time
@@ -15,11 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_cb.server.errors import ApiError, ClientGoneError, api_error, unavailable
 from hf_cb.server.settings import ServerSettings
+from hf_cb.server.waiting import in_time
+from hf_cb.watch import client_request_id
 
 logger = logging.getLogger("hf_cb.server")
-
-request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id")
-"""Of the request that the current task serves: the client's x-request-id, or one of ours."""
 
 _NO_STATUS = 499  # nginx's, for a client that left before there was an answer
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -57,7 +54,7 @@ class Gate:
         given = headers.get("x-request-id", "")
         own_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = own_id
-        request_id.set(own_id)
+        client_request_id.set(own_id)
         status = _NO_STATUS
 
         async def answer(message: Message) -> None:
@@ -66,8 +63,8 @@ class Gate:
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = own_id
             try:
-                await asyncio.wait_for(send(message), self._settings.write_timeout)
-            except asyncio.TimeoutError:
+                await in_time(send(message), self._settings.write_timeout)
+            except TimeoutError:
                 raise ClientGoneError from None
 
         is_health = scope["path"].startswith("/health")
@@ -103,8 +100,8 @@ class Gate:
     async def _body(self, headers: Headers, receive: Receive) -> Receive:
         """Take in the body, and hand it on in one piece. Raises ApiError."""
         try:
-            body = await asyncio.wait_for(self._read(headers, receive), self._settings.read_timeout)
-        except asyncio.TimeoutError:
+            body = await in_time(self._read(headers, receive), self._settings.read_timeout)
+        except TimeoutError:
             raise ApiError(408, "the body did not come in time", headers={"connection": "close"}) from None
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from hf_cb.errors import HFCBError
-from hf_cb.server.errors import ClientGoneError, api_error
+from hf_cb.server.errors import api_error
 from hf_cb.server.reading import Piece, Reading
 from hf_cb.server.replies import Reply
+from hf_cb.server.waiting import end, while_there
 
-T = TypeVar("T")
 Ask = Callable[[], Awaitable[Reply]]
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies are not to wait for more
 
@@ -110,32 +110,8 @@ async def _merged(readings: Sequence[Reading]) -> AsyncGenerator[tuple[int, Piec
                     yield index, piece
                     waiting[asyncio.ensure_future(_next(sources[index]))] = index
     finally:
-        await _end(waiting)
+        await end(waiting)
 
 
 async def _next(source: AsyncIterator[Piece]) -> Piece | None:
     return await anext(source, None)
-
-
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, or ClientGoneError as soon as the client has left; then `work` is cancelled."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError
-    finally:
-        await _end([task, gone])
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs and wait until it has let go of everything."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
