@@ -1,8 +1,8 @@
 """What a server does under load: `python -m benchmarks.serving [--parts minute,throughput,burst,sigterm] [--json FILE]`.
 
 minute: 64 openai clients that stream answers for a minute; each answer must be the one that the engine gives for that question.
-throughput: 64 clients at once against `engine.generate_batch` on the same questions, in turns. burst: 1,000 connections at once,
-each answered rightly or refused with status 429. sigterm: a server that is told to end answers all that it has begun.
+throughput: 64 clients at once against `engine.generate_batch` on the same questions, in turns. burst: 1,000 connections at
+once, each answered rightly or refused with status 429. sigterm: a server that is told to end answers all that it has begun.
 It fails if anything is lost, mixed up or wrong.
 """
 
@@ -69,7 +69,6 @@ class Bench:
                 wrong.append(f"question {answer.ask.number}: {answer.text!r} ({answer.finish_reason}) instead of {text!r}")
         if wrong:
             raise RuntimeError(f"{len(wrong)} of {len(answers)} answers are not right; " + "; ".join(wrong[:3]))
-        return
 
 
 def minute(bench: Bench) -> Figures:
@@ -194,7 +193,7 @@ def sigterm(bench: Bench) -> Figures:
 
     with bench.server() as at:
         answers = asyncio.run(run(at))
-        status = at.terminate()
+        status = at.status()
     bench.check(answers)
     if status != 0:
         raise RuntimeError(f"the server ended with status {status}")
