@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "backend": {"errors", "config", "request", "engine", "options", "runtime", "hf"},
     "__init__": {"errors", "config", "request", "stats", "handle", "text", "engine", "backend"},
     "doctor": {"__init__", "attention", "core.output", "runtime"},
-    "metrics": {"__init__", "engine", "histogram", "request", "stats"},
+    "metrics": {"__init__", "engine", "histogram", "request", "stats", "watch"},
     "server": {"__init__", "errors", "engine", "handle", "request", "text", "watch"},
     "cli": {"__init__", "errors", "handle", "text", "engine", "backend", "doctor", "metrics", "server"},
 }

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             models.append(load(source, args, name, **_given(args, ENGINE)))
             stack.callback(_close, models[-1])
             engines[name] = models[-1].engine
-            _observe(models[-1], args)
+            _observe(models[-1], args, stack)
         said = f"serving {', '.join(engines)} on"
         serve(models, settings, metrics=metrics, on_ready=lambda url: print(said, url, file=sys.stderr, flush=True))
     return 0
@@ -149,7 +149,7 @@ def _named(models: list[str]) -> list[tuple[str, str]]:
     return named
 
 
-def _observe(model: ServedModel, args: argparse.Namespace) -> None:
+def _observe(model: ServedModel, args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     if args.json_logs:
         from hf_cb.metrics.logs import RequestLog
 
@@ -157,4 +157,6 @@ def _observe(model: ServedModel, args: argparse.Namespace) -> None:
     if args.trace:
         from hf_cb.metrics.spans import RequestTracer
 
-        model.engine.watch(RequestTracer(model.name))
+        tracer = RequestTracer(model.name)
+        model.engine.watch(tracer)
+        stack.callback(tracer.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 
 from hf_cb.cli.arguments import Commands, add_api_key, add_command, seconds
@@ -21,15 +22,15 @@ _TIMEOUT = 10.0  # seconds: a server that takes longer for its metrics is as goo
 def add_to(commands: Commands) -> None:
     """Make it one of the commands."""
     about = (
-        "Watch a server live: batch slots, queue, KV cache, tokens per second, latencies. Latencies are those of the\n"
-        "last --window seconds. Ctrl-C leaves."
+        "Watch a server live: batch slots, queue, KV cache, tokens per second, latencies of the last --window seconds,\n"
+        "and how requests ended since its start. Ctrl-C leaves."
     )
     parser = add_command(commands, "top", "watch a server live", about, _EXAMPLES)
     parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"default: {DEFAULT_URL}")
     add_api_key(parser)
     parser.add_argument("--interval", type=seconds, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
     parser.add_argument("--window", type=seconds, default=60.0, metavar="SECONDS", help="that latencies are of (default: 60)")
-    parser.add_argument("--once", action="store_true", help="look twice, print one picture, and leave")
+    parser.add_argument("--once", action="store_true", help="one picture, with latencies since the server's start")
     parser.set_defaults(run=run)
 
 
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     console, http = Console(), Http(args.url, args.api_key, _TIMEOUT)
     history = History(args.window)
+    if args.once:
+        history.add(Scrape(-math.inf, {}))  # before the server's start: the latencies are those of all requests since
     history.add(_look(http))  # raises if there is nothing to look at; later on, that is only noted
     if args.once:
         time.sleep(args.interval)

@@ -76,16 +76,24 @@ class RequestLog:
         }
 
 
+class _Handoff(logging.handlers.QueueHandler):
+    """Hands records over as they are: they stay in this process."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+
 def log_as_json(stream: TextIO | None = None, level: int = logging.INFO, logger: str = "hf_cb") -> Callable[[], None]:
     """Write what `logger` and those below it say to `stream` (by default stderr). Returns what ends it, with all written.
 
-    The lines are written by a thread of their own: a terminal or pipe that nobody reads must not hold up an engine.
+    The lines are made and written by a thread of their own: a terminal or pipe that nobody reads must not hold up an engine.
     """
     lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
     source = logging.getLogger(logger)
-    writer = logging.handlers.QueueListener(lines, logging.StreamHandler(stream or sys.stderr))
-    handler = logging.handlers.QueueHandler(lines)
-    handler.setFormatter(JsonFormatter())
+    output = logging.StreamHandler(stream or sys.stderr)
+    output.setFormatter(JsonFormatter())
+    writer = logging.handlers.QueueListener(lines, output)
+    handler = _Handoff(lines)
     before = source.level, source.propagate
     source.addHandler(handler)
     source.setLevel(level)

@@ -143,7 +143,10 @@ def url() -> Iterator[str]:
 def test_once(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["top", url, "--api-key", "secret", "--once", "--interval", "0.01"]) == 0
-    assert "16 of 16" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert row(lines, "slots").split("█")[-1].startswith(" 16 of 16")
+    p50 = Between(Scrape(-math.inf, {}), Scrape.parse(LATER, 0.0)).quantile(MODEL, "time_to_first_token_seconds", 0.5)
+    assert row(lines, "first token").startswith(f"first token    {p50:.2f} s")
 
 
 @pytest.mark.parametrize(

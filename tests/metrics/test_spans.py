@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import crowd
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
@@ -31,11 +31,17 @@ class Tracing:
         self.kept = InMemorySpanExporter()
         self.provider = TracerProvider()
         self.provider.add_span_processor(SimpleSpanProcessor(self.kept))
-        engine.watch(RequestTracer("tiny", self.provider))
+        self.tracer = RequestTracer("tiny", self.provider)
+        engine.watch(self.tracer)
+
+    def all(self) -> tuple[ReadableSpan, ...]:
+        """Those of all requests that have ended."""
+        self.tracer.flush()
+        return self.kept.get_finished_spans()
 
     def spans(self) -> dict[str, ReadableSpan]:
         """By name, where there is one of each."""
-        found = self.kept.get_finished_spans()
+        found = self.all()
         assert len({span.name for span in found}) == len(found)
         return {span.name: span for span in found}
 
@@ -43,7 +49,9 @@ class Tracing:
 @pytest.fixture
 def tracing(llama: PreTrainedModel) -> Iterator[Tracing]:
     with hf_cb.continuous_batching(llama) as engine:
-        yield Tracing(engine)
+        tracing = Tracing(engine)
+        yield tracing
+        tracing.tracer.close()
 
 
 def test_a_request_is_a_span_with_its_parts(tracing: Tracing) -> None:
@@ -93,7 +101,7 @@ def test_it_belongs_to_the_span_where_it_was_submitted(tracing: Tracing) -> None
             with tracer.start_as_current_span(name) as parent:
                 parents.append((parent, tracing.engine.submit([3, 4], max_new_tokens=2)))
     results = [(parent, handle.result()) for parent, handle in parents]
-    by_id = {(span.attributes or {}).get("gen_ai.response.id"): span for span in tracing.kept.get_finished_spans()}
+    by_id = {(span.attributes or {}).get("gen_ai.response.id"): span for span in tracing.all()}
     for parent, result in results:
         span = by_id[str(result.request_id)]
         assert span.parent is not None
@@ -125,12 +133,35 @@ def test_cancelling_is_no_failure(tracing: Tracing) -> None:
     assert tracing.spans()["text_completion tiny"].status.status_code is StatusCode.UNSET
 
 
+def test_closing_makes_what_is_left_and_what_comes_later_is_made_too(tracing: Tracing) -> None:
+    for count in (1, 2):
+        tracing.engine.submit([3, 4], max_new_tokens=2).result()
+        tracing.tracer.close()
+        assert len(tracing.kept.get_finished_spans()) == 4 * count
+
+
+def test_a_processor_that_fails_costs_its_span_alone(tracing: Tracing, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(SpanProcessor):
+        def on_start(self, span: object, parent_context: object = None) -> None:
+            if len(caplog.records) == 0:
+                raise RuntimeError("on purpose")
+
+    tracing.provider.add_span_processor(Broken())
+    for _ in range(2):
+        tracing.engine.submit([3, 4], max_new_tokens=2).result()
+        tracing.tracer.flush()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["a span failed"]
+    assert len(tracing.kept.get_finished_spans()) == 4
+
+
 def test_nothing_is_made_of_what_is_not_sampled(llama: PreTrainedModel) -> None:
     kept, provider = InMemorySpanExporter(), TracerProvider(sampler=ALWAYS_OFF)
     provider.add_span_processor(SimpleSpanProcessor(kept))
     with hf_cb.continuous_batching(llama) as engine:
-        engine.watch(RequestTracer("tiny", provider))
+        tracer = RequestTracer("tiny", provider)
+        engine.watch(tracer)
         engine.submit([3, 4], max_new_tokens=2).result()
+    tracer.close()
     assert kept.get_finished_spans() == ()
 
 
