@@ -1,7 +1,7 @@
 """What a server does under load: `python -m benchmarks.serving [--parts minute,throughput,burst,sigterm] [--json FILE]`.
 
 minute: 64 openai clients that stream answers for a minute; each answer must be the one that the engine gives for that question.
-throughput: 64 clients at once against `engine.generate_batch` on the same questions, in turns. burst: 1,000 connections at
+throughput: 64 streams at once against `engine.generate_batch` on the same questions, in turns. burst: 1,000 connections at
 once, each answered rightly or refused with status 429. sigterm: a server that is told to end answers all that it has begun.
 It fails if anything is lost, mixed up or wrong.
 """
@@ -27,7 +27,7 @@ import hf_cb
 from benchmarks import machine
 from benchmarks.report import QUIET_CORES, percentile
 from benchmarks.server_process import ServerProcess, server
-from benchmarks.serving_clients import Answer, Ask, clients, stream, stream_all
+from benchmarks.serving_clients import Answer, Ask, clients, read_all, stream
 from demo import packaged_model
 
 Figures = dict[str, Any]
@@ -69,7 +69,6 @@ class Bench:
                 wrong.append(f"question {answer.ask.number}: {answer.text!r} ({answer.finish_reason}) instead of {text!r}")
         if wrong:
             raise RuntimeError(f"{len(wrong)} of {len(answers)} answers are not right; " + "; ".join(wrong[:3]))
-        return
 
 
 def minute(bench: Bench) -> Figures:
@@ -114,7 +113,7 @@ def throughput(bench: Bench) -> Figures:
     args = bench.args
     rounds = []
     with bench.server() as at, tqdm(total=2 * args.repeats, desc="throughput", unit="run", file=sys.stderr) as bar:
-        asyncio.run(stream_all(at.url, at.model, [Ask(number, 2) for number in range(4)]))
+        asyncio.run(read_all(at.url, at.model, [Ask(number, 2) for number in range(4)]))
         bench.results([Ask(number, 2) for number in range(4)])
         for turn in range(args.repeats):
             asks = [Ask(1000 * (turn + 1) + i, args.max_tokens) for i in range(args.clients)]
@@ -123,9 +122,7 @@ def throughput(bench: Bench) -> Figures:
                 results = bench.results(asks)
                 batch_seconds = time.perf_counter() - started
                 bar.update()
-                started = time.perf_counter()
-                answers = asyncio.run(stream_all(at.url, at.model, asks))
-                server_seconds = time.perf_counter() - started
+                server_seconds, answers = asyncio.run(read_all(at.url, at.model, asks))
                 bar.update()
             tokens = sum(len(result.tokens) for result in results)
             rounds.append(
@@ -194,7 +191,7 @@ def sigterm(bench: Bench) -> Figures:
 
     with bench.server() as at:
         answers = asyncio.run(run(at))
-        status = at.terminate()
+        status = at.status()
     bench.check(answers)
     if status != 0:
         raise RuntimeError(f"the server ended with status {status}")

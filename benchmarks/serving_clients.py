@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,39 @@ async def stream(client: openai.AsyncOpenAI, model: str, ask: Ask, begun: asynci
     return Answer(ask, "".join(pieces), reason, tokens, (*times, time.perf_counter()), error)
 
 
-async def stream_all(url: str, model: str, asks: Sequence[Ask]) -> list[Answer]:
-    """All at once, each by a client of its own."""
-    async with clients(url, len(asks)) as made:
-        return await asyncio.gather(*(stream(client, model, ask) for client, ask in zip(made, asks, strict=True)))
+async def read_all(url: str, model: str, asks: Sequence[Ask]) -> tuple[float, list[Answer]]:
+    """The seconds that it took to stream all answers at once, and the answers. The events are only read meanwhile, so that the
+    time is the server's and not the client's."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    pipes = [await asyncio.open_connection(host, int(port), limit=1 << 20) for _ in asks]
+    started = time.perf_counter()
+    read = await asyncio.gather(*(_read(*pipe, model, ask) for pipe, ask in zip(pipes, asks, strict=True)))
+    seconds = time.perf_counter() - started
+    return seconds, [_parse(ask, *found) for ask, found in zip(asks, read, strict=True)]
+
+
+async def _read(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, model: str, ask: Ask
+) -> tuple[list[bytes], tuple[float, ...]]:
+    """(lines, times) of a stream."""
+    options = {"max_tokens": ask.max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps({"model": model, "messages": ask.messages, **options}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: benchmark\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+    times, lines = [time.perf_counter()], []
+    writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+    async for line in reader:
+        if line.startswith(b"data: "):
+            lines.append(line)
+            times.append(time.perf_counter())
+    writer.close()
+    await writer.wait_closed()
+    return lines, (*times, time.perf_counter())
+
+
+def _parse(ask: Ask, lines: Sequence[bytes], times: tuple[float, ...]) -> Answer:
+    if not lines or lines[-1].strip() != b"data: [DONE]":
+        return Answer(ask, "", None, 0, times, "the stream did not come to its end")
+    chunks = [json.loads(line[6:]) for line in lines[:-1]]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    return Answer(ask, text, choices[-1]["finish_reason"], chunks[-1]["usage"]["completion_tokens"], times)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 import hf_cb
 from demo import packaged_model
@@ -15,6 +16,11 @@ from hf_cb.server.models import ServedModel, load_model
 from hf_cb.server.settings import ServerSettings
 
 HEADER = "x-replica"
+
+
+def keys_of_environment() -> tuple[str, ...]:
+    """Those of `hf-cb serve`: $HF_CB_API_KEYS, separated by commas."""
+    return tuple(filter(None, os.environ.get("HF_CB_API_KEYS", "").split(",")))
 
 
 class ReplicaSettings(BaseModel):
@@ -26,7 +32,7 @@ class ReplicaSettings(BaseModel):
     name: str | None = None  # what clients call it; None: the last part of `model`
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     engine: Mapping[str, Any] = {}  # fields of CBConfig
-    api_keys: tuple[str, ...] = ()  # none: open to everybody
+    api_keys: tuple[str, ...] = Field(default_factory=keys_of_environment)  # none: open to everybody
 
     def load(self) -> ServedModel:
         """The model with hf_cb on it: on the GPU that this process was given, else on the CPU."""

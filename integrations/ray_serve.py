@@ -30,7 +30,9 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
 from typing_extensions import Self
 
-from integrations.ray_replica import Replica, ReplicaSettings
+import hf_cb
+from hf_cb.server.settings import ServerSettings
+from integrations.ray_replica import Replica, ReplicaSettings, keys_of_environment
 
 APP = "hf_cb"
 _OBJECT_STORE = 100 << 20  # bytes: requests and answers are messages, Ray's shared memory stays empty
@@ -157,9 +159,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--address", help="of a Ray cluster, auto for this machine's (default: a new one on this machine alone)")
     add("--host", default="127.0.0.1", help="where the proxies listen; 0.0.0.0 for the network (%(default)s)")
     add("--port", type=int, default=8000, help="(%(default)s)")
+    add("--allow-without-keys", action="store_true", help="let everybody on the network ask, though $HF_CB_API_KEYS is empty")
     args = parser.parse_args(argv)
     try:
+        ServerSettings(args.host, args.port, keys_of_environment(), args.allow_without_keys).check_bind()
         Deployed(**{name: value for name, value in vars(args).items() if name in Deployed.model_fields})
+    except hf_cb.InvalidArgumentError as error:
+        parser.error(f"--{error}; keys come from $HF_CB_API_KEYS, or --allow-without-keys")
     except ValidationError as error:
         problem = error.errors()[0]
         field = f"--{problem['loc'][0]}: {problem['msg']}" if problem["loc"] else str(problem["ctx"]["error"])

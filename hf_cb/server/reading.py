@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 
 from hf_cb.handle import GenerationHandle
 from hf_cb.request import FinishReason
 from hf_cb.server.stops import StopStrings
-from hf_cb.text import TextDecoder
+from hf_cb.text import GrowingText, TextDecoder
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -31,7 +31,7 @@ class Reading:
     def __init__(self, handle: GenerationHandle, decoder: TextDecoder, stops: StopStrings, by_token: bool) -> None:
         self.handle = handle
         self.num_tokens = 0  # that the answer is made of so far: what comes after a stop string doesn't count
-        self._decoder = decoder
+        self._text = GrowingText(decoder)
         self._stops = stops
         self._by_token = by_token
         self._sent = 0  # characters
@@ -45,12 +45,12 @@ class Reading:
         pieces = [piece async for piece in self.pieces()]
         return Piece("".join(piece.text for piece in pieces), 0, self.num_tokens, 0, pieces[-1].finish_reason)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer as it comes: pieces that have text, or, if each is to have one, a token. Raises what the handle raises,
         after the pieces that came before."""
         async for _ in self.handle:
             for tokens in self._fresh():
-                text = self._decoder.settled(tokens)
+                text = self._text.settled(tokens)
                 piece = self._piece(text, len(tokens), None)
                 if piece.finish_reason:
                     self.handle.cancel()
@@ -72,7 +72,7 @@ class Reading:
     def _last(self, tokens: tuple[int, ...]) -> Piece:
         reason = self.handle.finish_reason
         assert reason is not None
-        return self._piece(self._decoder.decode(tokens), len(tokens), _REASONS[reason])
+        return self._piece(self._text.whole(tokens), len(tokens), _REASONS[reason])
 
     def _piece(self, text: str, end: int, reason: str | None) -> Piece:
         """What is new in the answer `text` of `end` tokens."""

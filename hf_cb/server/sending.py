@@ -99,15 +99,20 @@ def _event(content: dict[str, Any]) -> bytes:
 
 async def _merged(readings: Sequence[Reading]) -> AsyncGenerator[tuple[int, Piece], None]:
     """The pieces of all choices as they come. The first error ends it."""
+    if len(readings) == 1:  # it needs no task for each piece
+        async with aclosing(readings[0].pieces()) as only:
+            async for piece in only:
+                yield 0, piece
+        return
     sources = [reading.pieces() for reading in readings]
     waiting = {asyncio.ensure_future(_next(source)): i for i, source in enumerate(sources)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
-                index, piece = waiting.pop(task), task.result()
-                if piece is not None:
-                    yield index, piece
+                index, next_piece = waiting.pop(task), task.result()
+                if next_piece is not None:
+                    yield index, next_piece
                     waiting[asyncio.ensure_future(_next(sources[index]))] = index
     finally:
         await end(waiting)
