@@ -123,9 +123,9 @@ def test_modules_and_specs_must_pair_up() -> None:
 def test_every_layer_has_its_own_shape_and_dtype() -> None:
     specs = [spec(), spec(num_kv_heads=1, head_size=16, value_head_size=4, dtype=torch.bfloat16)]
     cache = KVCache(specs, 5, 4)
-    assert [(kv.k.shape, kv.v.shape, kv.k.dtype) for kv in cache.layers] == [  # and a block of zeros
-        ((6, 4, 2, 8), (6, 4, 2, 6), torch.float32),
-        ((6, 4, 1, 16), (6, 4, 1, 4), torch.bfloat16),
+    assert [(kv.k.shape, kv.v.shape, kv.k.dtype) for kv in cache.layers] == [  # and a block of zeros, and one of scratch
+        ((7, 4, 2, 8), (7, 4, 2, 6), torch.float32),
+        ((7, 4, 1, 16), (7, 4, 1, 4), torch.bfloat16),
     ]
     assert all(not kv.k.any() and not kv.v.any() for kv in cache.layers)
     sizes = [t.numel() * t.itemsize for kv in cache.layers for t in kv]
