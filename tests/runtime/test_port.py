@@ -129,7 +129,7 @@ def test_every_layer_has_its_own_shape_and_dtype() -> None:
     ]
     assert all(not kv.k.any() and not kv.v.any() for kv in cache.layers)
     sizes = [t.numel() * t.itemsize for kv in cache.layers for t in kv]
-    assert sum(sizes) == 6 * 4 * sum(s.bytes_per_token for s in specs)
+    assert sum(sizes) == 7 * 4 * sum(s.bytes_per_token for s in specs)
 
 
 # -- the runner -----------------------------------------------------------------------------------------------------------
