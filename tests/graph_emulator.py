@@ -72,9 +72,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         _refuse(func, args)
-        if func._can_decompose():  # in inference mode, what is made of other ops comes as a whole
-            with self:
-                return func.decompose(*args, **kwargs)
+        with self:  # in inference mode, what is made of other ops comes as a whole
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):

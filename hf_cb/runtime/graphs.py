@@ -275,9 +275,10 @@ class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _makes_wait(func, args):
             raise _WaitsError(f"its forward waits for the device in {func}")
-        if func._can_decompose():  # in inference mode, what is made of other ops comes as a whole
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
+        with self:  # in inference mode, what is made of other ops comes as a whole
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is not NotImplemented:
+            return out
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in _COPIES and len({t.device.type for t in (out, *args) if isinstance(t, torch.Tensor)}) > 1:
             raise _WaitsError(f"its forward copies between host and device in {func}")
