@@ -21,6 +21,7 @@ import torch
 from hf_cb.attention import flash, varlen
 
 HALF = (torch.float16, torch.bfloat16)
+FLOAT8 = torch.float8_e4m3fn
 
 
 class RefusedError(AssertionError):
@@ -80,6 +81,51 @@ class Library:
         keys, values = _packed(k, v, lens_k, block_table)
         return _attend(q, keys, values, lens_q, lens_k, softmax_scale, left, right, softcap)
 
+    def fa2_with_kvcache(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        rotary_cos: torch.Tensor | None = None,
+        rotary_sin: torch.Tensor | None = None,
+        cache_seqlens: torch.Tensor | int | None = None,
+        cache_batch_idx: torch.Tensor | None = None,
+        cache_leftpad: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        alibi_slopes: torch.Tensor | None = None,
+        num_splits: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> torch.Tensor:
+        self.calls.append("flash_attn_2 decode")
+        _require(q.dim() == 4, "q: [N, Sq, H, D], one Sq for all")
+        self._check_heads(q.flatten(0, 1), k_cache, v_cache)
+        _require(block_table is not None and cache_seqlens is not None, "over blocks: block_table and cache_seqlens")
+        _require(cache_batch_idx is None, "cache_batch_idx does not go with a block_table")
+        _require(cache_leftpad is None, "cache_leftpad does not go with a block_table")
+        _require(isinstance(cache_seqlens, torch.Tensor), "rows of different lengths: a tensor of them")
+        _require(k_cache.shape[1] % 256 == 0, f"block size {k_cache.shape[1]}: must be divisible by 256")
+        assert isinstance(cache_seqlens, torch.Tensor)
+        assert block_table is not None
+        lens = _int32(cache_seqlens, "cache_seqlens")
+        _require(len(lens) == len(q), "cache_seqlens: one for each row of q")
+        _require((k is None) == (v is None), "k and v are appended together")
+        if k is not None and v is not None:
+            lens = _append(k, v, k_cache, v_cache, lens, block_table, q.dtype)
+        _require(min(lens) > 0, "a row without a key")
+        _check_table(block_table, lens, k_cache)
+        left, right = window_size
+        right = 0 if causal else right
+        keys, values = _packed(k_cache, v_cache, lens, block_table)
+        out = _attend(q.flatten(0, 1), keys, values, [q.shape[1]] * len(q), lens, softmax_scale, left, right, softcap)
+        return out.view(q.shape)
+
     # -- flash_attn_interface -------------------------------------------------------------------------------------------------
 
     def fa3_with_kvcache(
@@ -99,14 +145,26 @@ class Library:
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_k_new: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
+        rotary_seqlens: torch.Tensor | None = None,
+        q_descale: torch.Tensor | None = None,
+        k_descale: torch.Tensor | None = None,
+        v_descale: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0,
         softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        scheduler_metadata: torch.Tensor | None = None,
         num_splits: int = 0,
+        pack_gqa: bool | None = None,
+        sm_margin: int = 0,
+        return_softmax_lse: bool = False,
     ) -> torch.Tensor:
         self.calls.append("flash_attn_3")
-        self._check_heads(q, k_cache, v_cache)
+        in_float8 = q.dtype == FLOAT8
+        self._check_heads(q, k_cache, v_cache, (*self.dtypes, FLOAT8))
+        _require(not in_float8 or q.shape[-1] % 16 == 0, f"head size {q.shape[-1]}: a multiple of 16 in float8")
         _require(
             page_table is not None and cache_seqlens is not None, "packed queries over blocks: page_table and cache_seqlens"
         )
@@ -119,6 +177,10 @@ class Library:
         _check_table(page_table, lens_k, k_cache)
         left, right = window_size
         keys, values = _packed(k_cache, v_cache, lens_k, page_table)
+        scales = [_descale(scale, len(lens_k), k_cache.shape[2], in_float8) for scale in (q_descale, k_descale, v_descale)]
+        if in_float8:  # the kernel gives bfloat16
+            q = _scaled(q, scales[0], lens_q).bfloat16()
+            keys, values = _scaled(keys, scales[1], lens_k).bfloat16(), _scaled(values, scales[2], lens_k).bfloat16()
         return _attend(q, keys, values, lens_q, lens_k, softmax_scale, left, 0 if causal else right, softcap)
 
     # -- flash_attn.cute ------------------------------------------------------------------------------------------------------
@@ -190,8 +252,11 @@ class Library:
         _check_max("max_k", max_k, lens_k)
         return _attend(query, key, value, lens_q, lens_k, scale, *window_size, 0.0)
 
-    def _check_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        _require(q.dtype in self.dtypes and q.dtype == k.dtype == v.dtype, f"dtype: fp16 or bf16, one for all; got {q.dtype}")
+    def _check_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...] | None = None
+    ) -> None:
+        allowed = q.dtype in (dtypes or self.dtypes) and q.dtype == k.dtype == v.dtype
+        _require(allowed, f"dtype: fp16 or bf16, one for all; got {q.dtype} and {k.dtype}")
         _require(q.dim() == 3, "q: [Tq, H, D]")
         _require(k.shape == v.shape, "k and v: one shape")
         _require(all(t.stride(-1) == 1 for t in (q, k, v)), "the last dimension must be contiguous")
@@ -226,6 +291,39 @@ def _used(lens: torch.Tensor | None, name: str) -> list[int]:
 def _check_max(name: str, value: object, lens: list[int]) -> None:
     _require(type(value) is int, f"{name}: a Python int")
     _require(value >= max(lens), f"{name}: {value}, and there is a sequence of {max(lens)}")  # type: ignore[operator]
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lens: list[int],
+    table: torch.Tensor,
+    dtype: torch.dtype,
+) -> list[int]:
+    """Write k, v [N, new, Hkv, D] behind the `lens` keys of each row, in place; the lengths afterwards."""
+    _require(k.dtype == v.dtype == dtype, "k and v: q's dtype")
+    _require(k.shape == v.shape and len(k) == len(lens) and k.shape[2:] == k_cache.shape[2:], "k and v: [N, new, Hkv, D]")
+    size, after = k_cache.shape[1], [n + k.shape[1] for n in lens]
+    _check_table(table, after, k_cache)
+    for row, (before, end) in enumerate(zip(lens, after, strict=True)):
+        slots = [int(table[row, i // size]) * size + i % size for i in range(before, end)]
+        k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = k[row], v[row]
+    return after
+
+
+def _descale(scale: torch.Tensor | None, rows: int, heads: int, in_float8: bool) -> torch.Tensor:
+    if scale is None or not in_float8:  # in other dtypes the library does not look at it
+        return torch.ones(rows, heads)
+    _require(scale.dtype == torch.float32 and scale.shape == (rows, heads), "descale: float32 [N, Hkv]")
+    return scale
+
+
+def _scaled(packed: torch.Tensor, scale: torch.Tensor, lens: list[int]) -> torch.Tensor:
+    """Packed [T, H, D] times the scale of its row and key head."""
+    group = packed.shape[1] // scale.shape[1]
+    return packed.float() * scale.repeat_interleave(torch.tensor(lens), 0).repeat_interleave(group, 1)[:, :, None]
 
 
 def _check_table(table: torch.Tensor, lens: list[int], blocks: torch.Tensor) -> None:
@@ -289,7 +387,7 @@ def installed(name: str, dtypes: tuple[torch.dtype, ...] = HALF) -> Iterator[Lib
         patch.setitem(sys.modules, path, made)
 
     cute = {"flash_attn_varlen_func": library.fa4_varlen}
-    module("flash_attn", flash_attn_varlen_func=library.fa2_varlen)
+    module("flash_attn", flash_attn_varlen_func=library.fa2_varlen, flash_attn_with_kvcache=library.fa2_with_kvcache)
     module("flash_attn.cute", **cute)
     if name == "flash_attn_3":
         module("flash_attn_interface", flash_attn_with_kvcache=library.fa3_with_kvcache)

@@ -92,13 +92,14 @@ def build(model: Any, config: CBConfig) -> Served:
 
 def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None) -> Servable:
     """As `examine`; the ranks of a tensor-parallel model, which all come here, serve it together or not at all."""
+    kv_dtype = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     if lockstep is None:
-        return examine(model, config.attention_backend, _pack_memory(config), config.block_size)
+        return examine(model, config.attention_backend, _pack_memory(config), config.block_size, kv_dtype)
     if config.swap_space:
         raise InvalidArgumentError(f"swap_space: takes 0 for a tensor-parallel model; got {config.swap_space!r}")
     reason: str | None = None
     try:
-        servable = examine(model, config.attention_backend, block_size=config.block_size)
+        servable = examine(model, config.attention_backend, block_size=config.block_size, kv_dtype=kv_dtype)
     except UnservableError as error:
         reason = uneven_heads(model, lockstep.size) or str(error)
     if not lockstep.least(reason is None):
@@ -162,6 +163,7 @@ def _facts(servable: Servable, layout: KVLayout) -> ModelFacts:
         max_positions=servable.max_positions,
         free_memory=_free_memory(servable.device),
         default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),
+        kv_dtype=str(servable.specs[0].dtype).removeprefix("torch."),
         default_block_size=default_block_size(servable.backend),
         max_step_tokens=servable.max_step_tokens,
     )

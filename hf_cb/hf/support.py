@@ -6,8 +6,9 @@ So a short probe runs two packed rows in chunks on the twin and compares with th
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,11 @@ class UnservableError(Exception):
 
 
 def examine(
-    model: nn.Module, attention_backend: str | None = None, pack_memory: int = 0, block_size: int | None = None
+    model: nn.Module,
+    attention_backend: str | None = None,
+    pack_memory: int = 0,
+    block_size: int | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Servable:
     """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too.
 
@@ -83,7 +88,7 @@ def examine(
             plain = [_plain_logits(twin, row) for row in rows]
             with linear_calls(twin) as calls:
                 observer = _observe(twin, forward, rows)
-            specs = tuple(observer.specs)
+            specs = tuple(_stored_in(kv_dtype, spec) for spec in observer.specs)
             backend, reason = choose_attention_backend(specs, attention_backend, block_size)
 
             def probe() -> None:
@@ -91,6 +96,8 @@ def examine(
 
             probe()
             packs = _pack(group_by_input(calls), pack_memory, probe)
+            if specs != tuple(observer.specs):
+                _try_stored(twin, forward, observer, specs, backend, rows)
     except UnservableLayerError as error:
         raise UnservableError(str(error)) from error
     except InvalidArgumentError as error:
@@ -202,11 +209,7 @@ def _probe(
 ) -> None:
     """Run the rows packed and in chunks, once more beside other neighbours, and compare."""
     _check_layer_types(observer)
-    block_size = max(_BLOCK_SIZE, block_multiple(backend))
-    num_blocks = 2 * -(-_LONGEST_PROBE // block_size) + 1
-    cache = KVCache(observer.specs, num_blocks, block_size)
-    port = AttentionPort(observer.modules, observer.specs, backend, cache)
-    set_port(twin, port)
+    port, block_size = _probe_port(twin, observer, observer.specs, backend)
     first, second = (row.tolist() for row in rows)
     packed = _run_packed(forward, port, [first, second], rows[0].device, block_size)
     other = [*first[1:], first[0]]
@@ -218,6 +221,36 @@ def _probe(
     # The same shapes in both runs: what differs can only have come from the neighbour.
     if not _close(beside_other[1], packed[1], half=False, rtol=1e-2 if half else 1e-4):
         raise UnservableError("packed rows see their neighbours")
+
+
+def _probe_port(
+    twin: nn.Module, observer: Observer, specs: Sequence[LayerSpec], backend: AttentionBackend
+) -> tuple[AttentionPort, int]:
+    """A port behind the twin's modules, over a cache for two rows, and the size of its blocks."""
+    block_size = max(_BLOCK_SIZE, block_multiple(backend))
+    cache = KVCache(specs, 2 * -(-_LONGEST_PROBE // block_size) + 1, block_size)
+    port = AttentionPort(observer.modules, specs, backend, cache)
+    set_port(twin, port)
+    return port, block_size
+
+
+def _stored_in(kv_dtype: torch.dtype | None, spec: LayerSpec) -> LayerSpec:
+    return spec if kv_dtype in (None, spec.dtype) else dataclasses.replace(spec, kv_dtype=kv_dtype)
+
+
+def _try_stored(
+    twin: nn.Module,
+    forward: Forward,
+    observer: Observer,
+    specs: Sequence[LayerSpec],
+    backend: AttentionBackend,
+    rows: list[torch.Tensor],
+) -> None:
+    """Run the rows over a cache in the dtype that the user wants: that it runs is asked, its rounding is the user's."""
+    port, block_size = _probe_port(twin, observer, specs, backend)
+    for logits in _run_packed(forward, port, [row.tolist() for row in rows], rows[0].device, block_size):
+        if not bool(torch.isfinite(logits).all()):
+            raise UnservableError("a KV cache of another dtype gives logits that are not numbers")
 
 
 def _check_layer_types(observer: Observer) -> None:

@@ -58,8 +58,8 @@ class KVCache:
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
         shape = (self.num_blocks + 1, self.block_size, spec.num_kv_heads, head_size)
         if spec.device.type != "cpu":
-            return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-        return lazy_zeros(shape, spec.dtype)
+            return torch.zeros(shape, dtype=spec.stored_dtype, device=spec.device)
+        return lazy_zeros(shape, spec.stored_dtype)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
