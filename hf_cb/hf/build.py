@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hf_cb.attention.backend import default_block_size
+from hf_cb.attention.step import LayerSpec
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
 from hf_cb.core.fair import Fair
 from hf_cb.core.policy import FCFS, Policy
@@ -161,7 +163,7 @@ def _facts(servable: Servable, layout: KVLayout) -> ModelFacts:
     return ModelFacts(
         kv_bytes_per_token=layout.bytes_per_token(servable.specs),
         max_positions=servable.max_positions,
-        free_memory=_free_memory(servable.device),
+        free_memory=_room(servable.specs),
         default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),
         kv_dtype=str(servable.specs[0].dtype).removeprefix("torch."),
         default_block_size=default_block_size(servable.backend),
@@ -169,9 +171,17 @@ def _facts(servable: Servable, layout: KVLayout) -> ModelFacts:
     )
 
 
+def _room(specs: Sequence[LayerSpec]) -> int:
+    """Bytes that a cache may take over all devices, each of which holds the keys and values of its own layers."""
+    parts: Counter[torch.device] = Counter()
+    for spec in specs:
+        parts[spec.device] += spec.bytes_per_token
+    return min(_free_memory(device) * parts.total() // part for device, part in parts.items())
+
+
 def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu" and hasattr(getattr(torch, device.type, None), "mem_get_info"):
+        return int(getattr(torch, device.type).mem_get_info(device)[0])
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):  # free, or in caches that the system gives up when asked

@@ -20,6 +20,7 @@ from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
+from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.packing import Packs, group_by_input, linear_calls
 from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
 from hf_cb.runtime.input_batch import build_input_batch
@@ -80,7 +81,7 @@ def examine(
     if forward is None:
         raise UnservableError("its forward takes no position_ids")
     embeddings: Any = twin.get_input_embeddings()  # type: ignore[operator]
-    vocab_size, device = embeddings.weight.shape[0], embeddings.weight.device
+    vocab_size, device = embeddings.weight.shape[0], device_of(embeddings)
     longest = min(_LONGEST_PROBE, _max_positions(twin) or _LONGEST_PROBE)
     rows = _probe_rows(vocab_size, longest, device)
     try:

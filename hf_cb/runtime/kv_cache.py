@@ -37,8 +37,8 @@ class KVCache:
     def release(self) -> None:
         """Give the memory back to the system; what was in it is lost."""
         self.tensors = self.layers = ()
-        if any(spec.device.type == "cuda" for spec in self.specs):
-            torch.cuda.empty_cache()
+        for kind in {spec.device.type for spec in self.specs} - {"cpu"}:
+            getattr(torch, kind).empty_cache()
 
     def restore(self) -> None:
         """Take the memory (again), zeroed. Raises what torch or numpy raise when there is none."""
