@@ -27,9 +27,9 @@ from hf_cb.hf.attention import set_port
 from hf_cb.hf.generate import defaults_of
 from hf_cb.hf.seeds import draw_seed
 from hf_cb.hf.support import Servable, UnservableError, examine
-from hf_cb.hf.tensor_parallel import lockstep_of, part_here, uneven_heads
+from hf_cb.hf.tensor_parallel import lockstep_of, uneven_heads
 from hf_cb.hf.twin import merge_notes, shared_tensors
-from hf_cb.hf.weights import WeightWatch
+from hf_cb.hf.weights import WeightWatch, plain_parts
 from hf_cb.machinery import FollowWeights, Look, Machinery
 from hf_cb.options import Defaults
 from hf_cb.runtime.kv_cache import KVCache
@@ -145,7 +145,8 @@ def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts, l
 
 
 def _follower(servable: Servable) -> FollowWeights:
-    watch = WeightWatch(map(part_here, shared_tensors(servable.twin)), merge_notes(servable.twin))
+    watched = (part for tensor in shared_tensors(servable.twin) for part in plain_parts(tensor))
+    watch = WeightWatch(watched, merge_notes(servable.twin))
 
     def follow(look: Look) -> bool:
         changed = watch.changed(samples=look is not Look.QUICK)

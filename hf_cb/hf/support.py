@@ -71,6 +71,8 @@ def examine(
     config: Any = model.config
     if config.is_encoder_decoder:
         raise UnservableError("encoder-decoder model")
+    if getattr(config.get_text_config(), "alibi", False):
+        raise UnservableError("its attention is biased by distance (ALiBi)")  # in a mask of its own, for one row's positions
     if _has_hooks(model):
         raise UnservableError("forward hooks on its modules: they would see packed rows, on the engine's thread")
     try:
