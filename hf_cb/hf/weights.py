@@ -18,8 +18,9 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from plain_parts(getattr(tensor, name))
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, torch.Tensor):  # a distributed one names its mesh as well
+            yield from plain_parts(part)
 
 
 class WeightWatch:
