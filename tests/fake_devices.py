@@ -46,7 +46,9 @@ class Placed(torch.Tensor):
     numbers: torch.Tensor
 
     @staticmethod
-    def __new__(cls, numbers: torch.Tensor, device: torch.device) -> Placed:
+    def __new__(cls, numbers: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False) -> Placed:
+        if device is None:  # accelerate makes a parameter by the type of the old one, which is this
+            return torch.nn.Parameter(numbers, requires_grad)  # type: ignore[return-value]
         placed: Placed = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, numbers.shape, numbers.stride(), numbers.storage_offset(), dtype=numbers.dtype, device=device
         )
@@ -89,7 +91,7 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = named[0] if named else _common_device(name, args, kwargs)
     if device.type == KIND:
         device = torch.device(KIND, device.index or 0)
-    plain = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+    plain = tree_map_only(torch.device, lambda d: torch.device("cpu") if d.type == KIND else d, (args, kwargs))
     plain = tree_map_only(Placed, lambda placed: placed.numbers, plain)
     if "pin_memory" in plain[1]:  # which would ask for a real device
         plain[1]["pin_memory"] = False

@@ -93,6 +93,8 @@ def main() -> None:
         for case, (name, options) in CASES.items():
             model = split(models.tiny(name, attn_implementation="eager"), name)
             found[case] = served(model, truths[case], **options)
+        offloaded = split(models.tiny("llama", attn_implementation="eager"), "llama", (NEAR, "cpu", FAR))
+        found["a layer on the host"] = served(offloaded, truths["llama"], max_batch_tokens=8)
         one = models.tiny("llama", attn_implementation="eager").to(NEAR)
         found["one device"] = served(one, truths["llama"], max_batch_tokens=16)
     json.dump(found, sys.stdout)

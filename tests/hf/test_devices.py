@@ -53,6 +53,13 @@ def test_swapping_between_devices(found: dict[str, Any]) -> None:
     assert found["swapped"]["swaps"] > 0
 
 
+def test_a_layer_that_waits_on_the_host(found: dict[str, Any]) -> None:
+    """Its weights are loaded for each call; its keys and values stay where it runs."""
+    got = found["a layer on the host"]
+    assert (got["reason"], got["native"], got["alone"], got["company"]) == (None, {}, True, True)
+    assert got["devices"] == ["far:0", "far:0", "far:1"]
+
+
 def test_any_device(found: dict[str, Any]) -> None:
     """The last resort asks for nothing that only a CPU has, or only CUDA."""
     got = found["one device"]
