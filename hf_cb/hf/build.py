@@ -187,4 +187,7 @@ def _free_memory(device: torch.device) -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):  # free, or in caches that the system gives up when asked
                 return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    counted = (
+        "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    )  # macOS knows only how many there are
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(counted)

@@ -64,7 +64,10 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         return "the model is in training mode"
     if any(module.training and isinstance(module, _Dropout) and module.p for module in model.modules()):
         return "a dropout layer is in training mode"
-    if torch.is_autocast_enabled(device_of(model.get_input_embeddings()).type):  # `model.device` is meta where all is offloaded
+    device = model.device
+    if device.type == "meta":  # all weights are offloaded
+        device = device_of(model.get_input_embeddings())
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on in the calling thread"
     prepare = vars(model).get("prepare_inputs_for_generation")
     if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:

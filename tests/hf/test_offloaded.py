@@ -115,6 +115,18 @@ def test_the_twin_takes_no_memory(on_the_host: tuple[PreTrainedModel, PreTrained
     assert len(offloaded_modules(twin)) == len(offloaded_modules(model)) > 20
 
 
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+def test_tied_weights(offload: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    """One tensor for embedding and head: accelerate notes where it is loaded, the twin keeps notes of its own."""
+    want = plain(models.tiny("gpt2"))
+    where = {} if offload is cpu_offload else {"offload_dir": tmp_path}
+    model = offload(models.tiny("gpt2"), execution_device=torch.device("cpu"), **where)
+    assert plain(model) == want
+    with hf_cb.continuous_batching(model, fallback="error") as engine:
+        assert crowd.answers(engine, [lambda p=p: ask(model, p) for p in prompts()]) == want
+    assert plain(model) == want
+
+
 def test_a_weight_on_the_host_that_is_written_to(on_the_host: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     """Counts from the next step on, and what was computed before is not taken for a prefix."""
     whole, model = on_the_host
