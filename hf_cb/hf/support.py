@@ -68,13 +68,8 @@ def examine(
 
     Raises UnservableError with the reason; the model is not touched either way.
     """
-    config: Any = model.config
-    if config.is_encoder_decoder:
-        raise UnservableError("encoder-decoder model")
-    if getattr(config.get_text_config(), "alibi", False):
-        raise UnservableError("its attention is biased by distance (ALiBi)")  # in a mask of its own, for one row's positions
-    if _has_hooks(model):
-        raise UnservableError("forward hooks on its modules: they would see packed rows, on the engine's thread")
+    if (refusal := _refusal(model)) is not None:
+        raise UnservableError(refusal)
     try:
         twin = make_twin(model)
     except Exception as error:
@@ -125,6 +120,18 @@ def examine(
         stretches=_query_scale_span(twin) is not None or any(map(rope_follows_length, twin.modules())),
         max_step_tokens=_query_scale_span(twin),
     )
+
+
+def _refusal(model: nn.Module) -> str | None:
+    """What can be told without running it."""
+    config: Any = model.config
+    if config.is_encoder_decoder:
+        return "encoder-decoder model"
+    if getattr(config.get_text_config(), "alibi", False):
+        return "its attention is biased by distance (ALiBi)"  # in a mask of its own, for one row's positions
+    if _has_hooks(model):
+        return "forward hooks on its modules: they would see packed rows, on the engine's thread"
+    return None
 
 
 def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], None]) -> Packs:
