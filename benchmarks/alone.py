@@ -39,8 +39,8 @@ def measure(
     # Without the prefix cache: the prompt is the same in every round, and plain generate computes it every time.
     with peers.installed(model, **{"prefix_cache": False, **options}), machine.usage(*pids) as usage:
         # install() gives this instance a `generate` of its own; the class keeps the plain one.
-        ways = {"plain": _by_generate(item, lambda **kwargs: type(model).generate(model, **kwargs))}
-        ways["hf_cb"] = _by_generate(item, model.generate)
+        ways = {"plain": _by_generate(model, item, lambda **kwargs: type(model).generate(model, **kwargs))}
+        ways["hf_cb"] = _by_generate(model, item, model.generate)
         ways |= {name: _by_external(item, peer) for name, peer in (externals or {}).items()}
         for round_ in tqdm(range(-1, repeats), desc="one request alone", unit="round", leave=False):
             for name, way in ways.items():
@@ -60,13 +60,14 @@ def measure(
     }
 
 
-def _by_generate(item: Item, generate: Callable[..., torch.Tensor]) -> Way:
-    ids = torch.tensor([item.prompt])
+def _by_generate(model: Any, item: Item, generate: Callable[..., torch.Tensor]) -> Way:
+    ids = torch.tensor([item.prompt], device=model.device)
 
     def way() -> tuple[float, list[int]]:
         start = time.perf_counter()
         output = generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=item.output_length)
-        return time.perf_counter() - start, output[0, ids.shape[1] :].tolist()
+        tokens = output[0, ids.shape[1] :].tolist()
+        return time.perf_counter() - start, tokens
 
     return way
 

@@ -41,6 +41,7 @@ _OPENMP = "lib/libiomp5.so"  # vLLM's manual: preload it "for best performance";
 DRIVERS: Mapping[str, Driver] = {
     "vllm": Driver("vllm", _DRIVERS / "run_vllm.py", {"compile": True}, _OPENMP),
     "vllm_eager": Driver("vllm", _DRIVERS / "run_vllm.py", {"compile": False}, _OPENMP),
+    "vllm_gpu": Driver("vllm_gpu", _DRIVERS / "run_vllm.py", {"compile": True, "gpu_memory": 0.4}),  # others need some, too
     "openvino": Driver("openvino", _DRIVERS / "run_openvino.py", {}),
 }
 

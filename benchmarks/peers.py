@@ -41,7 +41,7 @@ def locked(model: Any, workload: Workload, progress: Progress, concurrency: int)
 
     def call(item: Item) -> Timed:
         clock = _Clock(lambda _: progress(1))
-        output = model.generate(**_inputs(item), max_new_tokens=item.output_length, streamer=clock)
+        output = model.generate(**_inputs(model, item), max_new_tokens=item.output_length, streamer=clock)
         return _new_tokens(output, item), tuple(clock.times)
 
     with installed(model, backend="serialized"):
@@ -73,13 +73,17 @@ def static(model: Any, workload: Workload, progress: Progress, concurrency: int)
     return Outcome(tuple(rows), wall, steps, kv_waste=1 - useful / held, notes=f"batches of {STATIC_BATCH}, left padded")
 
 
-def generate_batch(model: Any, workload: Workload, progress: Progress, concurrency: int) -> Outcome:
+def generate_batch(
+    model: Any, workload: Workload, progress: Progress, concurrency: int, attention: str | None = None
+) -> Outcome:
     """transformers' own continuous batching, through the manager that its `generate_batch` uses, for lengths per request.
 
     It runs on a copy of the model, since it changes the model's configuration.
     """
     model = copy.deepcopy(model)
-    manager = model.init_continuous_batching(model.generation_config, _manager_config(workload))
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    manager = model.init_continuous_batching(model.generation_config, _manager_config(workload, model.device))
     manager.warmup()
     manager.start()
     results: dict[int, Any] = {}
@@ -116,11 +120,21 @@ def generate_batch(model: Any, workload: Workload, progress: Progress, concurren
     return Outcome(rows, wall, manager.current_batch, kv_waste=_paged_waste(workload, config.page_size), notes=notes)
 
 
+def generate_batch_flash(model: Any, workload: Workload, progress: Progress, concurrency: int) -> Outcome:
+    """The same with flash-attn, on a GPU where that is installed."""
+    return generate_batch(model, workload, progress, concurrency, attention="flash_attention_2")
+
+
 def hf_cb_generate(model: Any, workload: Workload, progress: Progress, concurrency: int, **options: Any) -> Outcome:
     """This package: threads that call `model.generate`."""
     with installed(model, record_steps=ALL_STEPS, **options) as engine:
         rows, wall = serve_by_generate(model, workload, progress, concurrency)
     return with_step_times(engine, rows, wall)
+
+
+def hf_cb_compiled(model: Any, workload: Workload, progress: Progress, concurrency: int, **options: Any) -> Outcome:
+    """This package with torch.compile; what is compiled in the warm-up serves the measured runs as well."""
+    return hf_cb_generate(model, workload, progress, concurrency, **{**options, "compile": True})
 
 
 def hf_cb_submit(model: Any, workload: Workload, progress: Progress, concurrency: int, **options: Any) -> Outcome:
@@ -140,7 +154,9 @@ PEERS: Mapping[str, Callable[..., Outcome]] = {
     "locked": locked,
     "static": static,
     "generate_batch": generate_batch,
+    "generate_batch_flash": generate_batch_flash,
     "hf_cb": hf_cb_generate,
+    "hf_cb_compiled": hf_cb_compiled,
     "hf_cb_submit": hf_cb_submit,
 }
 
@@ -181,7 +197,7 @@ def serve_by_generate(model: Any, workload: Workload, progress: Progress, concur
     """Rows without times, and the wall seconds, of threads that call the `generate` that is installed."""
 
     def call(item: Item) -> Timed:
-        tokens = _new_tokens(model.generate(**_inputs(item), max_new_tokens=item.output_length), item)
+        tokens = _new_tokens(model.generate(**_inputs(model, item), max_new_tokens=item.output_length), item)
         progress(len(tokens))
         return tokens, ()
 
@@ -244,8 +260,11 @@ def _matched(rows: Sequence[Row], times: Mapping[int, Sequence[float]]) -> Itera
         yield Row(row.item, row.sent_at, row.tokens, tuple(times[same_length.pop()]))
 
 
-def _manager_config(workload: Workload) -> ContinuousBatchingConfig:
-    """Room for all requests at once, with a quarter to spare, since it admits nothing when the cache is nearly full."""
+def _manager_config(workload: Workload, device: torch.device) -> ContinuousBatchingConfig:
+    """Room for all requests at once, with a quarter to spare, since it admits nothing when the cache is nearly full. On a GPU
+    what it chooses itself."""
+    if device.type != "cpu":
+        return ContinuousBatchingConfig(max_requests_per_batch=len(workload.items))
     blocks = sum(_pages(len(item.prompt) + item.output_length, _PAGE_SIZE) for item in workload.items)
     return ContinuousBatchingConfig(
         page_size=_PAGE_SIZE,
@@ -275,8 +294,8 @@ def _pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def _inputs(item: Item) -> dict[str, torch.Tensor]:
-    ids = torch.tensor([item.prompt])
+def _inputs(model: Any, item: Item) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([item.prompt], device=model.device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # else a pad token in the prompt would be masked
 
 
@@ -290,7 +309,7 @@ def _left_padded(model: Any, batch: Sequence[Item], width: int) -> dict[str, tor
     for row, item in enumerate(batch):
         ids[row, width - len(item.prompt) :] = torch.tensor(item.prompt)
         mask[row, width - len(item.prompt) :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
 
 
 def _sleep_until(moment: float) -> None:

@@ -58,7 +58,7 @@ class Work:
 
 def measure(model: Any, source: Sequence[int], scale: float = 1.0, **options: Any) -> dict[str, Any]:
     """The machine's limits, and what part of them the engine's steps reach. Seconds, bytes/s, FLOP/s."""
-    work, limits = Work.of(model), {"read": read_bandwidth(), "matmul": matmul_rate(model.dtype)}
+    work, limits = Work.of(model), {"read": read_bandwidth(model.device), "matmul": matmul_rate(model.dtype, model.device)}
     prompt, context = max(2, round(_PROMPT * scale)), max(2, round(_CONTEXT * scale))
     with peers.installed(
         model, record_steps=peers.ALL_STEPS, **{"max_batch_tokens": _PROMPT, "prefix_cache": False, **options}
@@ -92,23 +92,24 @@ def render(result: dict[str, Any]) -> str:
     )
 
 
-def read_bandwidth() -> float:
+def read_bandwidth(device: torch.device) -> float:
     """Bytes per second of a sum over more memory than any cache holds; the best of some."""
-    numbers = torch.ones(_READ_BYTES // 4)
-    return _READ_BYTES / _best_seconds(numbers.sum)
+    numbers = torch.ones(_READ_BYTES // 4, device=device)
+    return _READ_BYTES / _best_seconds(numbers.sum, device)
 
 
-def matmul_rate(dtype: torch.dtype) -> float:
+def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP per second of a large square product; the best of some."""
-    square = torch.ones(_SQUARE, _SQUARE, dtype=dtype)
-    return 2 * _SQUARE**3 / _best_seconds(lambda: square @ square)
+    square = torch.ones(_SQUARE, _SQUARE, dtype=dtype, device=device)
+    return 2 * _SQUARE**3 / _best_seconds(lambda: square @ square, device)
 
 
-def _best_seconds(work: Callable[[], object]) -> float:
-    work()
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
     times = []
-    for _ in range(_BEST_OF):
+    for _ in range(1 + _BEST_OF):  # the first finds cold caches
         start = time.perf_counter()
         work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return min(times)
+    return min(times[1:])

@@ -34,7 +34,7 @@ class Subject:
         return min(2048, getattr(self.model.config, "max_position_embeddings", None) or 2048)
 
 
-def load(model: str | None, shape: str | None, dtype: str) -> Subject:
+def load(model: str | None, shape: str | None, dtype: str, device: str = "cpu") -> Subject:
     """`shape`: one of `shapes.SHAPES`, with random prompts; else `model`, an id or a folder; else the packaged model."""
     if shape is not None:
         from transformers import AutoModelForCausalLM
@@ -47,4 +47,4 @@ def load(model: str | None, shape: str | None, dtype: str) -> Subject:
         loaded, tokenizer = packaged_model.load(origin, dtype=getattr(torch, dtype))
         source = text_source(tokenizer)
     peers.ignore_end_of_sequence(loaded)
-    return Subject(loaded, origin, source)
+    return Subject(loaded.to(device), origin, source)

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {"machine": machine.describe(), "arguments": vars(args), "dtypes": {}}
     print(_machine_line(result["machine"]))
     for dtype in args.dtypes:
-        measured = subject.load(args.model, args.shape, dtype)
+        measured = subject.load(args.model, args.shape, dtype, args.device)
         workload = Workload.make(measured.source, args.requests, seed=args.seed, scale=args.scale, rate=args.rate)
         if args.profile:
             part = {"profile": profiling.run(measured.model, workload, args.concurrency or args.requests, **args.engine)}
@@ -120,6 +120,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="an id or a folder; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--shape", choices=list(shapes.SHAPES), help="a model of this form with random weights instead")
+    parser.add_argument("--device", default="cpu", help="of the model, as cuda; peers that load it themselves choose their own")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--dtypes", type=_dtypes, default=["bfloat16", "float32"], metavar="A,B")
     parser.add_argument(

@@ -7,17 +7,9 @@ model.generate(**inputs, max_new_tokens=64)  # from any thread; calls made at th
 hf_cb.uninstall(model)
 """
 
-from hf_cb.backend import (
-    ContinuousBatchingBackend,
-    GenerationBackend,
-    SerializedBackend,
-    continuous_batching,
-    get_engine,
-    install,
-    register_backend,
-    uninstall,
-)
+from hf_cb.backend import GenerationBackend, SerializedBackend
 from hf_cb.config import CBConfig
+from hf_cb.continuous import ContinuousBatchingBackend
 from hf_cb.engine import Engine
 from hf_cb.errors import (
     AlreadyInstalledError,
@@ -36,6 +28,7 @@ from hf_cb.errors import (
     UnsupportedModelError,
 )
 from hf_cb.handle import GenerationHandle, GenerationResult
+from hf_cb.installation import continuous_batching, get_engine, install, register_backend, uninstall
 from hf_cb.request import FinishReason, TokenLogprobs
 from hf_cb.stats import EngineStats, StepRecord
 from hf_cb.text import stream_text

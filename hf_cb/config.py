@@ -20,6 +20,7 @@ _CPU_KV_BYTES = 4 << 30
 _UNITS = {f"{letter}{i}": (1024 if i else 1000) ** power for power, letter in enumerate("KMGT", 1) for i in ("i", "")}
 _MOST_SECONDS = 1e6  # far beyond any use, and what clocks and locks can still wait for
 _DEFAULT_BATCH_SIZE = 256
+_MOST_GRAPH_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,14 @@ class CBConfig:
     """Bytes that copies of the weights may take, in an order that is faster to compute with on a CPU; 0 for none. By default
     up to a quarter of the free memory. They take as much as the linear layers themselves: about the model once more."""
 
+    graph_memory: int | str | None = None
+    """Device memory for CUDA graphs of decode steps, in bytes or as "1GiB"; 0 for none. By default up to an eighth of what is
+    free beside the KV cache, at most 2 GiB. They serve where the attention's kernels may be captured, on one device."""
+
+    compile: bool = False
+    """Whether torch.compile makes one kernel of the small operations in the model's layers. Takes half a minute and more when
+    the model is installed, and a C++ compiler on a CPU."""
+
     max_queue_size: int | None = None
     """The most requests that may wait; one more raises EngineOverloadedError. None: any number."""
 
@@ -77,6 +86,10 @@ class CBConfig:
     attention_backend: str | None = None
     """Name of the attention backend."""
 
+    overlap: bool | None = None
+    """Whether the next step is prepared and launched while the device computes this one. None: on GPUs, where the host's work
+    then costs no time; a token comes when the step after it has begun."""
+
     fallback: Fallback = "native"
     """What becomes of a call that the engine cannot serve: "native" runs it plainly, "error" raises UnsupportedCallError."""
 
@@ -87,6 +100,8 @@ class CBConfig:
         for name in ("max_batch_tokens", "max_batch_size", "block_size", "num_blocks"):
             _check_int(name, getattr(self, name), minimum=1, none=True)
         _check_int("pack_memory", self.pack_memory, minimum=0, none=True)
+        if self.graph_memory is not None and (self.graph_memory != 0 or isinstance(self.graph_memory, bool)):
+            _memory("graph_memory", self.graph_memory, free=None)
         _check_int("record_steps", self.record_steps, minimum=0, none=False)
         _memory("kv_cache_memory", self.kv_cache_memory, free=0)
         if self.swap_space != 0 or not isinstance(self.swap_space, int) or isinstance(self.swap_space, bool):
@@ -100,10 +115,19 @@ class CBConfig:
             raise InvalidArgumentError(f"kv_dtype: takes {', '.join(_KV_DTYPES)}; got {self.kv_dtype!r}")
         if self.policy not in _POLICIES and (isinstance(self.policy, str) or not callable(self.policy)):
             raise InvalidArgumentError(f"policy: takes {', '.join(_POLICIES)}, or a class; got {self.policy!r}")
-        if not isinstance(self.prefix_cache, bool):
-            raise InvalidArgumentError(f"prefix_cache: takes True or False; got {self.prefix_cache!r}")
+        for name in ("prefix_cache", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(f"{name}: takes True or False; got {getattr(self, name)!r}")
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise InvalidArgumentError(f"overlap: takes True, False or None; got {self.overlap!r}")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             raise InvalidArgumentError(f"attention_backend: takes a name or None; got {self.attention_backend!r}")
+
+    def graph_bytes(self, free: int) -> int:
+        """`graph_memory` in bytes, of a device with `free` bytes beside the KV cache."""
+        if self.graph_memory is None:
+            return min(_MOST_GRAPH_BYTES, free // 8)
+        return _memory("graph_memory", self.graph_memory, free=None) or 0 if self.graph_memory else 0
 
     @classmethod
     def make(cls, config: CBConfig | None = None, **options: Any) -> CBConfig:

@@ -23,6 +23,7 @@ from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.attention.step import LayerKV, LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.runtime.input_batch import build_input_batch
+from hf_cb.runtime.streams import streams_of
 
 _PACKAGES = ("hf-cb", "torch", "transformers", "accelerate", "numpy", "flash-attn", "flash-attn-4")
 _ROWS = ((1, 300), (60, 0), (1, 3), (33, 70), (1, 255))  # (tokens of the step, tokens before it)
@@ -104,7 +105,7 @@ def _check_attention(spec: LayerSpec) -> None:
     tables = [tuple(deck.pop() for _ in range(count)) for count in counts]
     rows = tuple(ScheduledRow(i, before, (0,) * new, tables[i], True) for i, (new, before) in enumerate(_ROWS))
     total = sum(new for new, _ in _ROWS)
-    step = build_input_batch(SchedulerOutput(rows, total), size, spec.device).steps[0]
+    step = build_input_batch(SchedulerOutput(rows, total), size, streams_of(spec.device)).steps[0]
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(spec.device, spec.dtype)

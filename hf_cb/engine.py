@@ -7,8 +7,8 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from hf_cb.admission import QueueLimits
 from hf_cb.config import CBConfig, ResolvedConfig
@@ -24,8 +24,18 @@ from hf_cb.machinery import Machinery
 from hf_cb.options import Defaults, check_seed, make_request
 from hf_cb.request import Request
 from hf_cb.runtime.threads import release_pool
-from hf_cb.stats import EngineStats, StepRecord
+from hf_cb.stats import EngineStats, Meter, StepRecord
+from hf_cb.watch import RequestWatcher, tell_submitted
 from hf_cb.worker import Worker
+
+
+class Compiled(Protocol):
+    """What torch.compile made of a model."""
+
+    @property
+    def reason(self) -> str:
+        """What became of CBConfig.compile, in a few words."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,7 @@ class Served:
     attention_backend: str
     attention_reason: str
     packed_bytes: int
+    compiled: Compiled
     defaults: Callable[[], Defaults] = field(repr=False)
     draw_seed: Callable[[], int] = field(repr=False)
 
@@ -64,14 +75,16 @@ class Engine:
         self._refresh = refresh
         self._limits = QueueLimits(config.max_queue_size, config.queue_timeout)
         self._closed = False
+        self._meter = Meter(config.record_steps)
         self._native_calls: Counter[str] = Counter()
-        self._native_lock = threading.Lock()
+        self._watchers: tuple[RequestWatcher, ...] = ()
+        self._lock = threading.Lock()  # of these two
         self._worker: Worker | None = None
         if served is not None:
             self._start(served)
 
     def _start(self, served: Served) -> None:
-        self._worker = Worker(served.machinery, served.config.record_steps, self._limits)
+        self._worker = Worker(served.machinery, self._meter, self._limits)
         # The thread holds the worker, not the engine: an engine nobody holds any more ends its thread.
         weakref.finalize(self, _close_quietly, self._worker).atexit = False
 
@@ -81,32 +94,47 @@ class Engine:
         """Queue one prompt and return at once.
 
         `input_ids`: token ids, a sequence of ints or a tensor of shape [n] or [1, n], n >= 1. Options: max_new_tokens,
-        eos_token_id (an int, a sequence, or None for none), do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
-        min_new_tokens, suppress_tokens, begin_suppress_tokens, seed, timeout (seconds until the request ends with
-        RequestTimeoutError), priority (lower is sooner) and tenant (for the policies "priority" and "fair"), cache_salt (keys
-        and values are shared only between requests with the same one), logprobs and prompt_logprobs (so many of the most
-        probable tokens at each place of the output and of the prompt, in the result; 0: only the token itself). What is left
-        out comes from the model's generation_config; a seed from torch's generator on the calling thread.
+        eos_token_id (an int, a sequence, or None for none), do_sample, temperature, top_k, top_p, min_p, logit_bias (a mapping
+        from token ids to what is added to their logits), repetition_penalty, frequency_penalty and presence_penalty (taken
+        off the logits of the output's tokens, for each time that they came and once), min_new_tokens, suppress_tokens,
+        begin_suppress_tokens, seed, timeout (seconds until the request ends with RequestTimeoutError), priority (lower is
+        sooner) and tenant (for the policies "priority" and "fair"), cache_salt (keys and values are shared only between
+        requests with the same one), logprobs and prompt_logprobs (so many of the most probable tokens at each place of the
+        output and of the prompt, in the result; 0: only the token itself). What is left out comes from the model's
+        generation_config; a seed from torch's generator on the calling thread.
 
         Raises InvalidArgumentError, RequestTooLongError, EngineOverloadedError, UnsupportedModelError, EngineClosedError or
         EngineDeadError; if it does not raise, the handle resolves exactly once.
         """
         self._follow_model()
-        return self.submit_all([self.make_request(input_ids, **options)])[0]
+        return self.submit_batch([input_ids], **options)[0]
 
-    def generate_batch(self, prompts: Iterable[Sequence[int] | Any], **options: Any) -> list[GenerationResult]:
-        """The results of many prompts, in their order. A `seed` counts for the first; the others take the following numbers.
+    def submit_batch(self, prompts: Iterable[Sequence[int] | Any], samples: int = 1, **options: Any) -> list[GenerationHandle]:
+        """Queue many prompts, all or none, and so many samples of each, which share what is computed of their prompt.
 
-        The first error is raised, and the requests that have not ended are cancelled.
+        The handles are in the order of the prompts, the samples of one next to each other. A `seed` counts for the first of
+        all; the others take the following numbers. Otherwise as `submit`.
         """
+        if not isinstance(samples, int) or samples < 1:
+            raise InvalidArgumentError(f"samples: takes an integer >= 1; got {samples!r}")
         self._follow_model()
         seed = options.pop("seed", None)
         if seed is not None:
             check_seed(seed)
-        requests = [
-            self.make_request(prompt, seed=None if seed is None else seed + i, **options) for i, prompt in enumerate(prompts)
-        ]
-        handles = self.submit_all(requests)
+        requests: list[Request] = []
+        for prompt in prompts:
+            first = len(requests)
+            for i in range(first, first + samples):
+                request = self.make_request(prompt, seed=None if seed is None else seed + i, **options)
+                requests.append(request if i == first else replace(request, fork_of=requests[first].request_id))
+        return self.submit_all(requests)
+
+    def generate_batch(self, prompts: Iterable[Sequence[int] | Any], **options: Any) -> list[GenerationResult]:
+        """The results of many prompts, in their order; the rest as `submit_batch`.
+
+        The first error is raised, and the requests that have not ended are cancelled.
+        """
+        handles = self.submit_batch(prompts, **options)
         try:
             return [handle.result() for handle in handles]
         except BaseException:
@@ -164,6 +192,9 @@ class Engine:
                 f"max_new_tokens: a prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones make "
                 f"{request.max_tokens}; the model has {served.max_positions} positions"
             )
+        for token, _ in request.sampling.logit_bias:
+            if token >= served.vocab_size:
+                raise InvalidArgumentError(f"logit_bias: takes token ids from 0 to {served.vocab_size - 1}; got {token}")
         served.machinery.scheduler.check_fits(request)
 
     def submit_all(self, requests: Sequence[Request]) -> list[GenerationHandle]:
@@ -173,7 +204,8 @@ class Engine:
             raise UnsupportedCallError(f"rank {lockstep.rank} of {lockstep.size} follows: rank 0 takes the requests")
         worker = self._worker
         release_pool()
-        queues = [OutputQueue(request) for request in requests]
+        watchers = self._watchers
+        queues = [OutputQueue(request, tell_submitted(watchers, request) if watchers else ()) for request in requests]
         try:
             if worker is None:
                 raise EngineClosedError("the engine takes no more requests")
@@ -187,44 +219,60 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made, and what it is doing now."""
-        served, worker = self._served, self._worker
-        with self._native_lock:
+        served, worker, meter = self._served, self._worker, self._meter
+        with self._lock:
             native = dict(self._native_calls)
-        if served is None or worker is None:
-            return EngineStats(0, 0, 0, 0, 0, 0, 0, {}, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0, native, "none", self._reason or "", 0)
-        meter, scheduler = worker.meter, worker.machinery.scheduler
-        steps = max(1, meter.steps)
+        machinery = None if worker is None else worker.machinery
+        graphs = None if machinery is None else machinery.runner.graphs
         return EngineStats(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
+            running=machinery.scheduler.num_running if machinery else 0,
+            waiting=machinery.scheduler.num_waiting if machinery else 0,
             steps=meter.steps,
             prompt_tokens=meter.prompt_tokens,
             output_tokens=meter.output_tokens,
-            preemptions=scheduler.num_preemptions,
-            swaps=scheduler.num_swaps,
+            preemptions=meter.preemptions,
+            swaps=meter.swaps,
             finished=dict(meter.finished),
-            num_blocks=worker.machinery.cache.num_blocks,
-            blocks_used=scheduler.blocks_used,
+            num_blocks=machinery.cache.num_blocks if machinery else 0,
+            blocks_used=machinery.scheduler.blocks_used if machinery else 0,
             step_seconds=meter.step_seconds,
             model_seconds=meter.model_seconds,
-            mean_batch_size=meter.rows / steps,
-            kv_waste=meter.waste_sum / steps,
+            mean_batch_size=meter.rows / max(1, meter.steps),
+            kv_waste=meter.waste_sum / max(1, meter.steps),
             prefix_hits=meter.prefix_hits,
             cached_tokens=meter.cached_tokens,
             native_calls=native,
-            attention_backend=served.attention_backend,
-            attention_reason=served.attention_reason,
-            packed_bytes=served.packed_bytes,
+            attention_backend=served.attention_backend if served else "none",
+            attention_reason=served.attention_reason if served else self._reason or "",
+            packed_bytes=served.packed_bytes if served else 0,
+            graphs=graphs.count if graphs is not None else 0,
+            graph_reason=graphs.reason if graphs is not None else self._reason or "none were asked for",
+            compile_reason=served.compiled.reason if served else self._reason or "",
+            admitted_tokens=meter.admitted_tokens,
+            rejected=meter.rejected,
+            max_running=served.config.max_batch_size if served else 0,
+            distributions=meter.distributions(),
         )
 
     def steps(self) -> list[StepRecord]:
         """The latest `CBConfig.record_steps` steps, oldest first."""
-        while self._worker is not None:
+        while True:
             try:
-                return list(self._worker.meter.records)
+                return list(self._meter.records)
             except RuntimeError:  # the engine thread appended while we copied: copy again
                 continue
-        return []
+
+    def watch(self, watcher: RequestWatcher) -> None:
+        """Let it be told of each request that is submitted from now on, when it comes and when it has ended."""
+        with self._lock:
+            self._watchers = (*self._watchers, watcher)
+
+    def unwatch(self, watcher: RequestWatcher) -> None:
+        """Tell it of no more requests; those that it has seen come, it sees end. Raises InvalidArgumentError if it is none."""
+        with self._lock:
+            if watcher not in self._watchers:
+                raise InvalidArgumentError(f"watcher: takes one that watches this engine; got {watcher!r}")
+            self._watchers = tuple(other for other in self._watchers if other is not watcher)
 
     @contextlib.contextmanager
     def pause(self, release_kv: bool = False) -> Iterator[None]:
@@ -260,6 +308,18 @@ class Engine:
             self._worker.close(drain)
 
     @property
+    def max_tokens(self) -> int:
+        """The most tokens that a prompt and its output may have together: what the model's positions and the KV cache hold."""
+        served = self.served()
+        room = served.machinery.scheduler.max_tokens
+        return room if served.max_positions is None else min(room, served.max_positions)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: it was not shut down, and has not died."""
+        return not self._closed and self._worker is not None and self._worker.is_open
+
+    @property
     def config(self) -> ResolvedConfig | None:
         """The settings in force; None for a model that cannot be served."""
         return self._served.config if self._served else None
@@ -282,7 +342,7 @@ class Engine:
 
     def count_native(self, reason: str) -> None:
         """Note a call that ran plain generate, and why."""
-        with self._native_lock:
+        with self._lock:
             self._native_calls[reason] += 1
 
     def served(self) -> Served:

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from hf_cb.errors import HFCBError, InvalidArgumentError, RequestCancelledError, RequestTimeoutError
 from hf_cb.request import FinishReason, Request, TokenLogprobs, TokenNote
+from hf_cb.stats import RequestRecord
+from hf_cb.watch import Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +44,40 @@ class GenerationResult:
 class OutputQueue:
     """One request's tokens, in order, and how it ended: exactly once. The engine thread writes, any thread reads."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, watched: Watched = ()) -> None:
         self.request = request
+        self.watched = watched
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.finish_reason: FinishReason | None = None
-        self.admitted = False  # engine thread only, as are the next two
-        self.admit_by: float | None = None  # on time.monotonic()'s clock
+        self.admit_by: float | None = None  # on time.monotonic()'s clock; engine thread only, as are the next two
+        self.admitted_at: float | None = None
         self.num_cached_tokens = 0
         self.submitted_at = time.perf_counter()
-        self.first_token_at = self.finished_at = 0.0
+        self.first_token_at = self.last_token_at = self.finished_at = 0.0
         self._error: HFCBError | None = None
         self._changed = threading.Condition()
         self._streaming = 0  # threads that wait for the next token rather than for the end
         self._tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
-    def put(self, token: int, note: TokenNote | None = None) -> None:
-        """Append a token. Engine thread only."""
+    def put(self, token: int, note: TokenNote | None = None, at: float | None = None) -> None:
+        """Append a token, which came `at` this moment of `time.perf_counter()`; None: now. Engine thread only."""
         with self._changed:
             if note is not None:
                 self._keep(note)
+            self.last_token_at = time.perf_counter() if at is None else at
             if not self.tokens:
-                self.first_token_at = time.perf_counter()
+                self.first_token_at = self.last_token_at
             self.tokens.append(token)
             if self._streaming:
                 self._changed.notify_all()
             self._wake_tasks()
 
-    def settle(self, tokens: Sequence[int]) -> None:
+    def settle(self, tokens: Sequence[int], at: float) -> None:
         """Take all tokens at once: those of the best beam of a search that has ended. Engine thread only."""
         with self._changed:
-            self.first_token_at = time.perf_counter()
+            self.first_token_at = self.last_token_at = at
             self.tokens.extend(tokens)
 
     def _keep(self, note: TokenNote) -> None:
@@ -82,13 +86,27 @@ class OutputQueue:
         if note.prompt_logprobs is not None:
             self.prompt_logprobs = note.prompt_logprobs
 
-    def close(self, reason: FinishReason, error: HFCBError | None = None) -> None:
-        """End it. The first call counts, later ones change nothing."""
+    def record(self, reason: FinishReason, error: HFCBError | None = None) -> RequestRecord:
+        """What is to be told of it if it ends now. Engine thread only."""
+        return RequestRecord(
+            request=self.request,
+            finish_reason=reason,
+            error=None if error is None else str(error),
+            num_output_tokens=len(self.tokens),
+            num_cached_tokens=self.num_cached_tokens,
+            submitted_at=self.submitted_at,
+            admitted_at=self.admitted_at,
+            first_token_at=self.first_token_at or None,
+            finished_at=time.perf_counter(),
+        )
+
+    def close(self, reason: FinishReason, error: HFCBError | None = None, at: float | None = None) -> None:
+        """End it, `at` this moment of `time.perf_counter()`; None: now. The first call counts, later ones change nothing."""
         with self._changed:
             if self.finish_reason is not None:
                 return
             self._error = error
-            self.finished_at = time.perf_counter()
+            self.finished_at = time.perf_counter() if at is None else at
             self.finish_reason = reason
             self._changed.notify_all()
             self._wake_tasks()
@@ -208,6 +226,21 @@ class GenerationHandle:
     def tokens(self) -> tuple[int, ...]:
         """The tokens so far, also of a request that failed."""
         return tuple(self._queue.tokens)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the tokens so far, for a request that asked for them: of no fewer than `tokens` had before this was read."""
+        return tuple(self._queue.logprobs)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Of the prompt's tokens, once there is an output token, for a request that asked for them."""
+        return self._queue.prompt_logprobs
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, that were in the KV cache when it was last admitted."""
+        return self._queue.num_cached_tokens
 
     def cancel(self) -> None:
         """Ask the engine to stop it at the next step; from any thread, in any state. One that has ended stays as it is."""

@@ -27,7 +27,9 @@ class Defaults:
 
 _DEFAULT_NEW_TOKENS = 20
 _TOKENS = ("suppress_tokens", "begin_suppress_tokens")
-_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens", *_TOKENS)
+_PENALTIES = ("frequency_penalty", "presence_penalty")
+_WARPERS = ("do_sample", "temperature", "top_k", "top_p", "min_p")
+_SAMPLING = (*_WARPERS, "logit_bias", "repetition_penalty", *_PENALTIES, "min_new_tokens", *_TOKENS)
 _SERVICE = ("priority", "tenant", "cache_salt", "timeout")
 OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", *_SERVICE, "logprobs", "prompt_logprobs")
 
@@ -133,6 +135,10 @@ def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: C
         raise InvalidArgumentError(f"min_p: takes a number from 0 to 1 (0: off); got {params.min_p!r}")
     if not (_is_number(params.repetition_penalty) and 0 < params.repetition_penalty <= sys.float_info.max):
         raise InvalidArgumentError(f"repetition_penalty: takes a finite number > 0 (1: off); got {params.repetition_penalty!r}")
+    for name in _PENALTIES:
+        value = getattr(params, name)
+        if not (_is_number(value) and abs(value) <= sys.float_info.max):
+            raise InvalidArgumentError(f"{name}: takes a finite number (0: off); got {value!r}")
     if not _is_int(params.min_new_tokens) or params.min_new_tokens < 0:
         raise InvalidArgumentError(f"min_new_tokens: takes an integer >= 0; got {params.min_new_tokens!r}")
     seed = options.get("seed")
@@ -142,14 +148,30 @@ def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: C
         params,
         suppress_tokens=suppressed,
         begin_suppress_tokens=suppressed_first,
+        logit_bias=_biases(params.logit_bias),
         temperature=float(params.temperature),
         top_k=int(params.top_k),
         top_p=float(params.top_p),
         min_p=float(params.min_p),
         repetition_penalty=float(params.repetition_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        presence_penalty=float(params.presence_penalty),
         min_new_tokens=int(params.min_new_tokens),
         seed=check_seed(seed),
     )
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """What a mapping from token id to bias says, or pairs of them, by id."""
+    try:
+        pairs = dict(value)
+    except (TypeError, ValueError):
+        pairs = {None: None}
+    if not all(
+        _is_int(token) and token >= 0 and _is_number(bias) and abs(bias) <= sys.float_info.max for token, bias in pairs.items()
+    ):
+        raise InvalidArgumentError(f"logit_bias: takes a mapping from token ids to finite numbers; got {value!r}")
+    return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
 
 
 def check_seed(seed: Any) -> int:

@@ -33,11 +33,15 @@ class FinishReason(enum.Enum):
 class SamplingParams:
     """How the next token is chosen. The defaults are greedy.
 
-    The fields are applied in this order, which is transformers' own; those from `temperature` on only if `do_sample`.
+    The fields are applied in this order, which is transformers' own where it has them; those from `temperature` on only if
+    `do_sample`.
     `seed` is the seed of this request's own generator, so that its samples depend on nothing else.
     """
 
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     repetition_penalty: float = 1.0  # of the tokens of prompt and output so far (Keskar et al., 2019, CTRL); 1.0: off
+    frequency_penalty: float = 0.0  # taken off a token's logit for each time that it is in the output so far (OpenAI's API)
+    presence_penalty: float = 0.0  # taken off once if it is there
     min_new_tokens: int = 0  # before them no end-of-sequence token comes
     suppress_tokens: tuple[int, ...] = ()  # never come
     begin_suppress_tokens: tuple[int, ...] = ()  # don't come first

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hf_cb.request import FinishReason
+from hf_cb import histogram
+from hf_cb.histogram import Distribution, Histogram
+from hf_cb.request import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,43 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request that has ended, in whatever way. Times are on `time.perf_counter()`'s clock, in seconds."""
+
+    request: Request
+    finish_reason: FinishReason
+    error: str | None  # what its caller is told, if it was not answered
+    num_output_tokens: int
+    num_cached_tokens: int  # of the prompt, that were in the KV cache already
+    submitted_at: float
+    admitted_at: float | None  # None: never
+    first_token_at: float | None  # None: there was none
+    finished_at: float
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it ran to an end of its own."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """Histograms since the engine was made; durations in seconds. The last five are of requests that were answered."""
+
+    time_to_first_token: Distribution  # from its submission
+    inter_token: Distribution  # between two tokens of a request; none for one with beams
+    queue: Distribution  # from submission to admission
+    step_tokens: Distribution  # that a step computed
+    prefill: Distribution  # from admission to the first token
+    decode: Distribution  # from the first token to the end
+    end_to_end: Distribution  # from submission to the end
+    prompt_tokens: Distribution
+    output_tokens: Distribution
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Counts are since the engine was made; durations in seconds."""
+    """A snapshot. Counts are since the engine was made and never fall; durations in seconds."""
 
     running: int
     waiting: int
@@ -49,10 +86,17 @@ class EngineStats:
     attention_backend: str
     attention_reason: str
     packed_bytes: int  # that copies of the weights take, see CBConfig.pack_memory
+    graphs: int  # CUDA graphs of decode steps that there are now
+    graph_reason: str  # why there are none or no more
+    compile_reason: str  # what became of CBConfig.compile
+    admitted_tokens: int  # prompt tokens of admitted requests: `cached_tokens` are some of these
+    rejected: int  # requests that a full queue refused
+    max_running: int  # sequences that may run at a time
+    distributions: Distributions = field(repr=False)
 
 
 class Meter:
-    """Adds up steps. Written by the engine thread alone."""
+    """Adds up steps and requests over an engine's life, whatever machinery does them. Written by the engine thread alone."""
 
     def __init__(self, record_steps: int) -> None:
         self.steps = 0
@@ -60,12 +104,25 @@ class Meter:
         self.prompt_tokens = 0
         self.prefix_hits = 0
         self.cached_tokens = 0
+        self.admitted_tokens = 0
         self.output_tokens = 0
+        self.preemptions = 0
+        self.swaps = 0
+        self.rejected = 0  # with the worker's lock held, by any thread
         self.step_seconds = 0.0
         self.model_seconds = 0.0
         self.waste_sum = 0.0
         self.finished: Counter[FinishReason] = Counter()
         self.records: deque[StepRecord] = deque(maxlen=record_steps)
+        self._first_token = Histogram(histogram.FIRST_TOKEN)
+        self._inter_token = Histogram(histogram.BETWEEN_TOKENS)
+        self._queue = Histogram(histogram.REQUEST)
+        self._step_tokens = Histogram(histogram.STEP_TOKENS)
+        self._prefill = Histogram(histogram.REQUEST)
+        self._decode = Histogram(histogram.REQUEST)
+        self._end_to_end = Histogram(histogram.REQUEST)
+        self._prompt_tokens = Histogram(histogram.TOKENS)
+        self._output_tokens = Histogram(histogram.TOKENS)
 
     def add(self, record: StepRecord) -> None:
         """Count a step."""
@@ -76,4 +133,45 @@ class Meter:
         self.model_seconds += record.model_seconds
         if record.blocks_used:
             self.waste_sum += 1 - record.tokens_stored / (record.blocks_used * record.block_size)
+        self._step_tokens.observe(sum(num_tokens for _, num_tokens in record.rows))
         self.records.append(record)
+
+    def add_admission(self, waited: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """Count a request that gets its first tokens computed, `waited` seconds after it came."""
+        self._queue.observe(waited)
+        self.admitted_tokens += num_prompt_tokens
+        self.cached_tokens += num_cached_tokens
+        self.prefix_hits += num_cached_tokens > 0
+
+    def add_first_token(self, seconds: float) -> None:
+        """Count a request's first token, so long after the request came."""
+        self._first_token.observe(seconds)
+
+    def add_next_token(self, seconds: float) -> None:
+        """Count another one, so long after the one before."""
+        self._inter_token.observe(seconds)
+
+    def add_request(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        self.finished[record.finish_reason] += 1
+        if not record.is_answered or record.admitted_at is None or record.first_token_at is None:
+            return
+        self._prefill.observe(record.first_token_at - record.admitted_at)
+        self._decode.observe(record.finished_at - record.first_token_at)
+        self._end_to_end.observe(record.finished_at - record.submitted_at)
+        self._prompt_tokens.observe(len(record.request.prompt))
+        self._output_tokens.observe(record.num_output_tokens)
+
+    def distributions(self) -> Distributions:
+        """The histograms as they are now. Any thread may ask."""
+        return Distributions(
+            time_to_first_token=self._first_token.snapshot(),
+            inter_token=self._inter_token.snapshot(),
+            queue=self._queue.snapshot(),
+            step_tokens=self._step_tokens.snapshot(),
+            prefill=self._prefill.snapshot(),
+            decode=self._decode.snapshot(),
+            end_to_end=self._end_to_end.snapshot(),
+            prompt_tokens=self._prompt_tokens.snapshot(),
+            output_tokens=self._output_tokens.snapshot(),
+        )

@@ -19,31 +19,39 @@ def stream_text(handle: GenerationHandle, tokenizer: Any, *, skip_special_tokens
     that the whole has as a replacement character, since its bytes are none, is one here too. `tokenizer`: one of transformers',
     slow or fast. Raises what the handle raises, after the text that came before.
     """
-    decoder = _Decoder(tokenizer, {"skip_special_tokens": skip_special_tokens, **decode})
+    growing = GrowingText(TextDecoder(tokenizer, skip_special_tokens=skip_special_tokens, **decode))
     sent = taken = 0
     for _ in handle:
         tokens = handle.tokens
         if len(tokens) == taken:  # taken with an earlier one: a reader that is slower than the engine decodes less often
             continue
         taken = len(tokens)
-        text = decoder.settled(tokens)
+        text = growing.settled(tokens)
         if len(text) > sent:
             yield text[sent:]
             sent = len(text)
-    rest = decoder.decode(handle.tokens)[sent:]
+    rest = growing.whole(handle.tokens)[sent:]
     if rest:
         yield rest
 
 
-class _Decoder:
-    """Decodes from the first token at each turn: what a token reads as depends on those before it."""
+class TextDecoder:
+    """A tokenizer and how to decode with it. What a token reads as may depend on those before it."""
 
-    def __init__(self, tokenizer: Any, options: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
+        """`options`: of the tokenizer's `decode`."""
         self._tokenizer = tokenizer
-        self._options = options
-        self._skipped = frozenset(tokenizer.all_special_ids) if options["skip_special_tokens"] else frozenset()
+        self._options = {"skip_special_tokens": True, **options}
+        self._skipped = frozenset(tokenizer.all_special_ids) if self._options["skip_special_tokens"] else frozenset()
         clean = options.get("clean_up_tokenization_spaces")
         self._cleans = tokenizer.clean_up_tokenization_spaces if clean is None else clean
+
+    @property
+    def is_additive(self) -> bool:
+        """Whether the text of some tokens is that of the first ones and that of the rest, wherever a character ends: where
+        pieces are bytes and nothing else."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return backend is not None and type(backend.decoder).__name__ == "ByteLevel" and not self._cleans
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these tokens."""
@@ -67,3 +75,28 @@ class _Decoder:
                 break
             end = index
         return end
+
+
+class GrowingText:
+    """The text of one request's tokens, as they become more. Each is decoded once where texts add up, else all at each turn."""
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder = decoder
+        self._is_additive = decoder.is_additive
+        self._known = ""  # the text of the first `_num_known` tokens, which end with a whole character
+        self._num_known = 0
+
+    def settled(self, tokens: Sequence[int]) -> str:
+        """The part of their text that stays as it is, whatever tokens follow."""
+        if not self._is_additive:
+            return self._decoder.settled(tokens)
+        text = self._decoder.decode(tokens[self._num_known :])
+        if text.endswith(_BROKEN):
+            return self._known + text.rstrip(_BROKEN)
+        self._known += text
+        self._num_known = len(tokens)
+        return self._known
+
+    def whole(self, tokens: Sequence[int]) -> str:
+        """The text of all, when no more will come."""
+        return self._known + self._decoder.decode(tokens[self._num_known :])

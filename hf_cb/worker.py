@@ -22,10 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_cb.admission import QueueLimits
+from hf_cb.core.output import Emission
 from hf_cb.deadlines import Deadlines, has_passed
 from hf_cb.errors import (
     EngineClosedError,
     EngineDeadError,
+    EngineOverloadedError,
     HFCBError,
     InvalidArgumentError,
     UnsupportedCallError,
@@ -34,6 +36,7 @@ from hf_cb.handle import OutputQueue
 from hf_cb.machinery import Machinery, failure_of
 from hf_cb.request import FinishReason
 from hf_cb.stats import Meter
+from hf_cb.watch import tell_ended
 
 logger = logging.getLogger("hf_cb")
 
@@ -49,10 +52,12 @@ class _Replacement:
 class Worker:
     """One thread that turns requests into tokens. All public methods may be called from any thread."""
 
-    def __init__(self, machinery: Machinery, record_steps: int = 0, limits: QueueLimits | None = None) -> None:
+    def __init__(self, machinery: Machinery, meter: Meter, limits: QueueLimits | None = None) -> None:
+        """`meter`: the engine's, which outlives a worker; nobody else writes to it while this one lives."""
         self.machinery = machinery
         self._limits = limits or QueueLimits()
-        self.meter = Meter(record_steps)
+        self._meter = meter
+        self._counted = (0, 0)  # preemptions and swaps of this machinery that the meter has
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._inbox: deque[OutputQueue | _Replacement] = deque()
@@ -83,7 +88,11 @@ class Worker:
             scheduler = self.machinery.scheduler
             waiting = len(self._inbox) + scheduler.num_waiting
             num_new = sum(queue.request.width for queue in queues)
-            self._limits.check(num_new, waiting, scheduler.num_running, scheduler.num_seats)
+            try:
+                self._limits.check(num_new, waiting, scheduler.num_running, scheduler.num_seats)
+            except EngineOverloadedError:
+                self._meter.rejected += len(queues)
+                raise
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="hf_cb-engine", daemon=True)
                 thread.start()  # may raise: nothing has come in then
@@ -200,7 +209,7 @@ class Worker:
             while self._await_work():
                 self._take_in()
                 self._expire()
-                if not self._parked and self.machinery.scheduler.has_work:
+                if not self._parked and self.machinery.has_work:
                     self._step()
             self._end_all(EngineClosedError("the engine was shut down before this request ended"))
             self.machinery.end()
@@ -212,10 +221,10 @@ class Worker:
         """Sleep while there is nothing to do. False: the thread is to end. Sets `_parked` while a pause holds."""
         with self._changed:
             while True:
-                busy = self.machinery.scheduler.has_work
+                busy = self.machinery.has_work
                 if self._closing == "now" or (self._closing and not busy and not self._inbox):
                     return False
-                self._parked = self._pauses > 0 and not self._closing
+                self._parked = self._pauses > 0 and not self._closing and not self.machinery.is_underway
                 if self._parked:
                     self._park()
                 if self._inbox_is_ready() or self._aborts or (busy and not self._parked):
@@ -228,6 +237,7 @@ class Worker:
         """A pause holds: tell those who wait for it. With the lock held."""
         if self._release_kv:
             self.machinery.release_kv()
+            self._count_preemptions()
             self._release_kv = False
         self._changed.notify_all()
 
@@ -235,7 +245,7 @@ class Worker:
         """A replacement at the head waits until the old machinery is idle, and so does all that stands behind it."""
         if not self._inbox:
             return False
-        return not isinstance(self._inbox[0], _Replacement) or not self.machinery.scheduler.has_work
+        return not isinstance(self._inbox[0], _Replacement) or not self.machinery.has_work
 
     def _take_in(self) -> None:
         """Empty the inbox as far as a barrier allows, then apply the aborts.
@@ -248,6 +258,7 @@ class Worker:
                 item = self._inbox.popleft()
                 if isinstance(item, _Replacement):
                     self.machinery = item.machinery
+                    self._counted = (0, 0)
                     item.done.set()
                     continue
                 try:
@@ -267,8 +278,7 @@ class Worker:
         if forget:
             self.machinery.forget_prefixes()
         for queue, finish_reason, error in early:
-            self.meter.finished[finish_reason] += 1
-            queue.close(finish_reason, error)
+            self._end(queue, finish_reason, error)
         for request_id in aborts:
             self._finish(request_id, FinishReason.CANCELLED)
 
@@ -276,14 +286,14 @@ class Worker:
         request = queue.request
         self.machinery.add(request)
         self._queues[request.request_id] = queue
-        self.meter.prompt_tokens += len(request.prompt)
+        self._meter.prompt_tokens += len(request.prompt)
         self._deadlines.add(queue)
 
     def _expire(self) -> None:
         for request_id, is_for_admission in self._deadlines.due():
             if not is_for_admission:
                 self._finish(request_id, FinishReason.TIMEOUT)
-            elif request_id in self._queues and not self._queues[request_id].admitted:
+            elif request_id in self._queues and self._queues[request_id].admitted_at is None:
                 scheduler = self.machinery.scheduler
                 error = self._limits.never_admitted(request_id, scheduler.num_waiting, scheduler.num_running)
                 self._finish(request_id, FinishReason.TIMEOUT, error)
@@ -297,25 +307,49 @@ class Worker:
     def _close_queue(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
         self.machinery.runner.remove(request_id)
         self._deadlines.forget(request_id)
-        self.meter.finished[reason] += 1
-        self._queues.pop(request_id).close(reason, error)
+        self._end(self._queues.pop(request_id), reason, error)
+
+    def _end(self, queue: OutputQueue, reason: FinishReason, error: HFCBError | None = None) -> None:
+        """Answer a request. The books come first: who has an answer finds it in them."""
+        record = queue.record(reason, error)
+        self._meter.add_request(record)
+        if queue.watched:
+            tell_ended(queue.watched, record)
+        queue.close(reason, error, record.finished_at)
 
     def _step(self) -> None:
-        outcome = self.machinery.step()
-        for request_id, num_tokens in outcome.cached:
-            self._queues[request_id].admitted = True
-            self._queues[request_id].num_cached_tokens = num_tokens
-            self.meter.prefix_hits += num_tokens > 0
-            self.meter.cached_tokens += num_tokens
+        outcome = self.machinery.step(ahead=not self._pauses)  # a pause waits for what is underway
+        now = time.perf_counter()
+        self._meter.add(outcome.record)
+        self._count_preemptions()
+        for request_id, num_tokens, admitted_at in outcome.admitted:
+            queue = self._queues[request_id]
+            queue.admitted_at, queue.num_cached_tokens = admitted_at, num_tokens
+            self._meter.add_admission(admitted_at - queue.submitted_at, len(queue.request.prompt), num_tokens)
         for emission in outcome.emissions:
-            if emission.token is not None:
-                self._queues[emission.request_id].put(emission.token, emission.note)
-            if emission.best is not None:
-                self._queues[emission.request_id].settle(emission.best)
-                self.meter.output_tokens += len(emission.best)
-            if emission.finish_reason is not None:
-                self._close_queue(emission.request_id, emission.finish_reason, failure_of(emission))
-        self.meter.add(outcome.record)
+            self._emit(emission, now)
+
+    def _emit(self, emission: Emission, now: float) -> None:
+        queue = self._queues[emission.request_id]
+        if emission.token is not None:
+            if queue.tokens:
+                self._meter.add_next_token(now - queue.last_token_at)
+            else:
+                self._meter.add_first_token(now - queue.submitted_at)
+            queue.put(emission.token, emission.note, now)
+        if emission.best is not None:
+            self._meter.add_first_token(now - queue.submitted_at)
+            self._meter.output_tokens += len(emission.best)
+            queue.settle(emission.best, now)
+        if emission.finish_reason is not None:
+            self._close_queue(emission.request_id, emission.finish_reason, failure_of(emission))
+
+    def _count_preemptions(self) -> None:
+        """By what is new since the last time: a scheduler's own counts end with it."""
+        scheduler, (preemptions, swaps) = self.machinery.scheduler, self._counted
+        self._counted = (scheduler.num_preemptions, scheduler.num_swaps)
+        self._meter.preemptions += scheduler.num_preemptions - preemptions
+        self._meter.swaps += scheduler.num_swaps - swaps
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 
@@ -338,11 +372,11 @@ class Worker:
             if isinstance(item, _Replacement):
                 item.done.set()
             else:
-                item.close(FinishReason.FAILED, error)
+                self._end(item, FinishReason.FAILED, error)
         for request_id, queue in list(self._queues.items()):
             if not isinstance(error, EngineDeadError):
                 self.machinery.scheduler.abort(request_id, FinishReason.FAILED)
-            queue.close(FinishReason.FAILED, error)
+            self._end(queue, FinishReason.FAILED, error)
         self._queues.clear()
 
     def after_fork_in_child(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
 import models
 
 import hf_cb
+from hf_cb.cli import main as cli
 from hf_cb.hf import fates
+from hf_cb.metrics import catalog
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -36,6 +39,13 @@ def model_table() -> str:
     return "\n".join(lines)
 
 
+def command_table() -> str:
+    """The commands of hf-cb, as its help has them."""
+    (commands,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    lines = [f"| `hf-cb {choice.dest}` | {choice.help} |" for choice in commands._choices_actions]
+    return "\n".join(["| command | |", "|---|---|", *lines])
+
+
 def between_marks(text: str, name: str) -> str:
     """What the README has between `<!-- name -->` and `<!-- /name -->`."""
     match = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", text, re.DOTALL)
@@ -45,7 +55,8 @@ def between_marks(text: str, name: str) -> str:
 
 def main() -> None:
     text = README.read_text()
-    for name, table in (("options", fates.markdown()), ("models", model_table())):
+    tables = {"options": fates.markdown(), "models": model_table(), "metrics": catalog.markdown(), "commands": command_table()}
+    for name, table in tables.items():
         before = between_marks(text, name)
         text = text.replace(f"<!-- {name} -->\n{before}\n", f"<!-- {name} -->\n{table}\n")
     README.write_text(text)

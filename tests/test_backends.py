@@ -14,7 +14,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_cb
-from hf_cb import backend as backends
+from hf_cb import installation as backends
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 NEW = 6

@@ -11,7 +11,7 @@ import torch
 
 from hf_cb import doctor
 from hf_cb.attention.native import NativeCPUBackend
-from hf_cb.cli import main
+from hf_cb.cli.main import main
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -23,20 +23,29 @@ ALLOWED: dict[str, set[str]] = {
     "core": {"errors", "request"},
     "attention": {"errors"},
     "runtime": {"errors", "request", "core.output", "attention"},
-    "stats": {"request"},
+    "histogram": set(),
+    "stats": {"histogram", "request"},
+    "watch": {"request", "stats"},
     "options": {"errors", "request"},
-    "handle": {"errors", "request"},
+    "handle": {"errors", "request", "stats", "watch"},
     "text": {"handle"},
     "admission": {"errors"},
     "machinery": {"errors", "request", "core.output", "core.scheduler", "runtime", "stats"},
     "deadlines": {"handle"},
-    "worker": {"errors", "admission", "deadlines", "request", "core.output", "machinery", "handle", "stats"},
-    "engine": {"errors", "config", "admission", "request", "runtime", "handle", "stats", "options", "machinery", "worker"},
+    "worker": {"errors", "admission", "deadlines", "request", "core.output", "machinery", "handle", "stats", "watch"},
+    "engine": {
+        *("errors", "config", "admission", "request", "runtime"),
+        *("handle", "stats", "watch", "options", "machinery", "worker"),
+    },
     "hf": {"errors", "config", "request", "core", "attention", "runtime", "handle", "options", "machinery", "worker", "engine"},
-    "backend": {"errors", "config", "request", "engine", "options", "runtime", "hf"},
-    "__init__": {"errors", "config", "request", "stats", "handle", "text", "engine", "backend"},
+    "backend": {"errors", "config", "request", "engine", "hf"},
+    "continuous": {"errors", "config", "request", "engine", "runtime", "hf", "backend"},
+    "installation": {"errors", "config", "options", "engine", "runtime", "hf", "backend", "continuous"},
+    "__init__": {"errors", "config", "request", "stats", "handle", "text", "engine", "backend", "continuous", "installation"},
     "doctor": {"__init__", "attention", "core.output", "runtime"},
-    "cli": {"doctor"},
+    "metrics": {"__init__", "engine", "histogram", "request", "stats", "watch"},
+    "server": {"__init__", "errors", "engine", "handle", "request", "text", "watch"},
+    "cli": {"__init__", "errors", "handle", "text", "engine", "backend", "doctor", "metrics", "server"},
 }
 OUTSIDE = {"core": {"torch", "numpy", "transformers"}, "attention": {"transformers"}, "runtime": {"transformers"}}
 
@@ -89,7 +98,7 @@ def test_outside_packages(path: Path) -> None:
     part = part_of(module_of(path))
     roots = {part_of(name) for name in imports(path)}
     assert not roots & OUTSIDE.get(part, set())
-    if part not in ("hf", "backend", "doctor"):
+    if part not in ("hf", "backend", "continuous", "installation", "doctor", "server"):
         assert "transformers" not in roots
 
 
@@ -114,5 +123,14 @@ for name in {[name.removesuffix(".__init__") for name in CORE]!r}:
     __import__(name)
 print(*sorted({{name.partition(".")[0] for name in sys.modules}} & {{"torch", "numpy", "transformers"}}))
 """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []
+
+
+SERVICES = {"fastapi", "uvicorn", "starlette", "openai", "prometheus_client", "rich", "ray", "opentelemetry"}
+
+
+def test_importing_the_package_imports_none_of_the_extras() -> None:
+    program = f"import sys, hf_cb; print(*sorted({SERVICES!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == []

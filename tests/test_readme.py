@@ -22,6 +22,10 @@ def test_model_table() -> None:
     assert tables.between_marks(README, "models") == tables.model_table(), "run: python tests/tables.py"
 
 
+def test_command_table() -> None:
+    assert tables.between_marks(README, "commands") == tables.command_table(), "run: python tests/tables.py"
+
+
 def test_every_option_of_this_transformers_has_a_fate() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     parameters = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}

@@ -135,3 +135,17 @@ def test_what_the_handle_raises_comes_after_the_text() -> None:
     with pytest.raises(RequestCancelledError):
         got.extend(stream)
     assert "".join(got) == "Hello, world"
+
+
+def test_a_long_text_is_not_decoded_from_its_beginning_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    tokens = tokenizer(TEXTS["cjk"] * 20)["input_ids"]
+    decode, lengths = tokenizer.decode, []
+
+    def noted(ids: list[int], **options: Any) -> str:
+        lengths.append(len(ids))
+        return str(decode(ids, **options))
+
+    monkeypatch.setattr(tokenizer, "decode", noted)
+    assert "".join(pieces(tokens, tokenizer)) == TEXTS["cjk"] * 20
+    assert max(lengths) <= 4  # the bytes of one character

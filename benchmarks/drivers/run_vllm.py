@@ -1,4 +1,4 @@
-"""vLLM for CPUs, in this process. Settings: model, dtype, threads, kv_gib, compile."""
+"""vLLM in this process, on a CPU or, given `gpu_memory`, on a GPU. Settings: model, dtype, threads, kv_gib, compile."""
 
 import os
 
@@ -30,6 +30,7 @@ class Engine:
                 disable_log_stats=True,
                 max_model_len=settings["max_tokens"],
                 max_num_seqs=256,
+                **({"gpu_memory_utilization": settings["gpu_memory"]} if "gpu_memory" in settings else {}),
             )
         )
         mode = "compiled" if settings["compile"] else "eager"

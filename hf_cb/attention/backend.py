@@ -21,7 +21,8 @@ class AttentionBackend(Protocol):
 
     A backend that wants blocks of a certain size says so: `block_multiple` (1 if it has no such attribute), of which a block
     must hold a multiple of tokens, and `block_size` (16), where the user names none. One that keeps keys and values in another
-    dtype than the layer's, `spec.kv_dtype`, has a method `can_store(spec) -> bool`.
+    dtype than the layer's, `spec.kv_dtype`, has a method `can_store(spec) -> bool`. And one whose `plan` and `attend` wait for
+    nothing from the device, and read no `key_lens`, may say `captures = True`: they may become part of a CUDA graph.
     """
 
     name: str
@@ -76,6 +77,11 @@ def block_multiple(backend: AttentionBackend) -> int:
 def default_block_size(backend: AttentionBackend) -> int:
     """Tokens of a block for it, where the user names no number."""
     return getattr(backend, "block_size", 16)
+
+
+def can_be_captured(backend: AttentionBackend) -> bool:
+    """Whether its calls may become part of a CUDA graph."""
+    return getattr(backend, "captures", False)
 
 
 def register_attention_backend(name: str, target: str) -> None:

@@ -72,6 +72,7 @@ class _Flash(abc.ABC):
     """What the libraries have in common."""
 
     name: str
+    captures = True  # lengths are read from tensors, all but the largest ones, which a graph is kept under
 
     def why_not(self, spec: LayerSpec) -> str | None:
         """Refuses what the kernel does, and machines without it."""

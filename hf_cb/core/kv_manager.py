@@ -197,9 +197,9 @@ class KVManager:
         self._hold(seq, table, num_tokens)
         return tuple(zip(kept, blocks, strict=True))
 
-    def publish(self, seq: Sequence) -> None:
-        """Let others find the blocks that `seq` has filled by now."""
-        full = seq.num_computed_tokens // self._block_size
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Let others find the blocks that `seq` has filled with its first `num_tokens` tokens."""
+        full = num_tokens // self._block_size
         if not self._shares or seq.num_published is None or full <= seq.num_published:
             return
         for i in range(seq.num_published, full):
@@ -210,15 +210,15 @@ class KVManager:
             self._no_longer_coming(seq, name)
         seq.num_published = full
 
-    def shed(self, seq: Sequence) -> None:
-        """Give back those of `seq`'s blocks that no later token can see. They may still be found by others."""
+    def shed(self, seq: Sequence, position: int) -> None:
+        """Give back those of `seq`'s blocks that no token from `position` on can see. They may still be found by others."""
         if not self.tables.short:
             return
         table: list[int] | None = None
         num_shed, groups = [], self.tables.num_groups
         for place, (g, reach) in enumerate(self.tables.short):
             before = seq.num_shed[place] if seq.num_shed else 0
-            first = min(reach.first(seq.num_computed_tokens) // self._block_size, len(seq.block_table) // groups)
+            first = min(reach.first(position) // self._block_size, len(seq.block_table) // groups)
             num_shed.append(max(before, first))
             if first > before:
                 table = list(seq.block_table) if table is None else table

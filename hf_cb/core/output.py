@@ -11,13 +11,16 @@ from typing import NamedTuple
 
 from hf_cb.request import Choice, FinishReason, TokenNote
 
+UNKNOWN = -1  # stands for a token that the step before samples, and whose value has not come back yet
+
 
 class ScheduledRow(NamedTuple):
     """One sequence's part of one step.
 
     `token_ids` are the tokens whose keys and values this step computes; the first stands at position `start` of its
-    sequence. `block_table` covers positions 0 .. start + len(token_ids) - 1. `samples` is true when these tokens catch
-    up with the sequence, so that the last one's logits give its next token. `beam`: which of the request's beams it is.
+    sequence; the last may be UNKNOWN. `block_table` covers positions 0 .. start + len(token_ids) - 1. `samples` is true when
+    these tokens catch up with the sequence, so that the last one's logits give its next token. `beam`: which of the request's
+    beams it is.
     """
 
     request_id: int

@@ -14,10 +14,11 @@ from collections.abc import Sequence as Items
 from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.draft import Draft
 from hf_cb.core.kv_manager import KVManager
-from hf_cb.core.output import Emission, SchedulerOutput, StepResult
+from hf_cb.core.output import UNKNOWN, Emission, SchedulerOutput, StepResult
 from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.reach import ALL, Reach
+from hf_cb.core.running import Running
 from hf_cb.core.sequence import Sequence
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
@@ -32,6 +33,11 @@ class Scheduler:
     The cycle is `schedule()`, the step, `update()`. Nothing counts as computed before `update`: after a step that failed,
     `abort` those to blame and call `schedule` again, which gives everyone else the same tokens again. `add` and `abort` may
     come at any point of the cycle. Not thread-safe, except `check_fits`.
+
+    `update` is `advance()` and `settle()`. Between the two, while a step is underway on its device, the next one may be
+    scheduled already: a sequence that samples in the first goes on in the second with a token that is UNKNOWN as yet. If it
+    turns out to have ended with that token, what the second step computes for it is ignored: it went to blocks that nobody
+    else has before a third step, and counts for nothing.
 
     `max_batch_tokens`: token budget of a step. `max_batch_size`: the most sequences that run at a time. `num_blocks` x
     `block_size`: the KV cache, in tokens. `policy`: order of service, a fresh one; first come, first served if None.
@@ -56,28 +62,25 @@ class Scheduler:
         swap_cost: SwapCost | None = None,
         reaches: Items[Reach] = (ALL,),
     ) -> None:
-        for name, value in (("max_batch_tokens", max_batch_tokens), ("max_batch_size", max_batch_size)):
-            if value < 1:
-                raise InvalidArgumentError(f"{name}: takes an integer >= 1; got {value}")
+        if max_batch_tokens < 1:
+            raise InvalidArgumentError(f"max_batch_tokens: takes an integer >= 1; got {max_batch_tokens}")
         self._kv = KVManager(BlockPool(num_blocks), block_size, prefix_cache, num_host_blocks, reaches, max_batch_tokens)
         self.num_preemptions = 0
         self.num_swaps = 0  # how many of those were moved to the host's memory
         self.swap_cost = swap_cost or SwapCost(0.0)
         self._max_batch_tokens = max_batch_tokens
-        self._max_batch_size = max_batch_size
         self._policy: Policy = FCFS() if policy is None else policy
         self._sequences: dict[int, Sequence] = {}  # waiting and running
-        self._running: dict[int, Sequence] = {}  # in the order of admission
+        self._running = Running(max_batch_size)
         self._arrivals = itertools.count()
         self._pacer = None if target_itl is None else Pacer(target_itl, block_size)
         self._watermark = num_blocks // _WATERMARK
         self._is_crowded = False  # somebody was preempted, and nobody has ended since
-        self._num_rows = 0  # of the running requests, each counted by its width
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks and get tokens; a request with beams counts as all of them."""
-        return self._num_rows
+        return self._running.num_taken
 
     @property
     def num_waiting(self) -> int:
@@ -87,7 +90,7 @@ class Scheduler:
     @property
     def num_seats(self) -> int:
         """How many more may run. (Who waits may be about to be admitted, so that says nothing.)"""
-        return self._max_batch_size - self.num_running
+        return self._running.num_seats - self._running.num_taken
 
     @property
     def has_work(self) -> bool:
@@ -112,25 +115,29 @@ class Scheduler:
 
     def tokens_of(self, request_id: int) -> tuple[int, ...]:
         """Prompt and output so far of a sequence that has not ended. KeyError for any other."""
-        return tuple(self._sequences[request_id].tokens)
+        return tuple(token for token in self._sequences[request_id].tokens if token != UNKNOWN)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of prompt and output of one request: the last token is never fed back, so it needs no slot."""
+        return self._kv.tables.num_slots + 1
 
     def check_fits(self, request: Request) -> None:
         """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask."""
-        slots = request.max_tokens - 1  # the last token is never fed back, so it needs no slot
-        if request.width > self._max_batch_size:
+        if request.width > self._running.num_seats:
             raise RequestTooLongError(
-                f"num_beams: {request.width} beams run together, and max_batch_size is {self._max_batch_size}"
+                f"num_beams: {request.width} beams run together, and max_batch_size is {self._running.num_seats}"
             )
-        needed = self._kv.tables.num_needed(len(request.prompt), slots, request.width)
+        needed = self._kv.tables.num_needed(len(request.prompt), request.max_tokens - 1, request.width)
         if request.width > 1 and needed > self._kv.tables.num_blocks:
             raise RequestTooLongError(
                 f"num_beams: {request.width} beams of {request.max_tokens} tokens can take {needed} blocks, and the KV cache "
                 f"has {self._kv.tables.num_blocks}; raise num_blocks or kv_cache_memory"
             )
-        if slots > self._kv.tables.num_slots:
+        if request.max_tokens > self.max_tokens:
             raise RequestTooLongError(
                 f"max_new_tokens: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones are "
-                f"{request.max_tokens}, and at most {self._kv.tables.num_slots + 1} fit the KV cache; "
+                f"{request.max_tokens}, and at most {self.max_tokens} fit the KV cache; "
                 f"shorten the prompt, lower max_new_tokens, or raise num_blocks or kv_cache_memory"
             )
 
@@ -160,13 +167,14 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Take all blocks from those that run, and forget what is in them: the memory is going. They wait, in their order."""
-        for seq in reversed(list(self._running.values())):
+        for seq in reversed(list(self._running)):
             self._preempt(seq)
         self._is_crowded = False  # they had room together
         self._kv.forget_prefixes()
 
     def schedule(self) -> SchedulerOutput:
-        """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true."""
+        """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true, unless a
+        step is underway."""
         draft = Draft(self._budget())
         self._serve_running(draft)
         if not draft.preempted:  # else who is admitted now would be the next to be preempted
@@ -187,6 +195,31 @@ class Scheduler:
         Returns an emission for each row that got a token or ended, in the order of the rows. Raises EngineDeadError for a
         result without what it owes, or for an output that is not the latest.
         """
+        self.advance(output)
+        return self.settle(output, result)
+
+    def still_here(self, output: SchedulerOutput) -> SchedulerOutput:
+        """The same without the rows of sequences that have ended since."""
+        if all(row.request_id in self._sequences for row in output.rows):
+            return output
+        rows = tuple(row for row in output.rows if row.request_id in self._sequences)
+        return SchedulerOutput(rows, sum(len(row.token_ids) for row in rows))
+
+    def advance(self, output: SchedulerOutput) -> None:
+        """Count the step of the latest `schedule` as computed: it is underway, and what follows comes after it."""
+        for row in output.rows:
+            head = self._sequences.get(row.request_id)
+            if head is None:  # aborted since
+                continue
+            seq = head.beams[row.beam] if head.beams else head
+            if seq.num_computed_tokens != row.start or head.status is not Status.RUNNING:
+                raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
+            seq.num_computed_tokens += len(row.token_ids)
+            if row.samples and seq.request.search is None:
+                seq.tokens.append(UNKNOWN)
+
+    def settle(self, output: SchedulerOutput, result: StepResult) -> list[Emission]:
+        """Take in the result of the oldest step that was advanced. See `update`."""
         emissions = []
         for row in output.rows:
             head = self._sequences.get(row.request_id)
@@ -198,16 +231,15 @@ class Scheduler:
                 emissions.append(Emission(row.request_id, None, FinishReason.FAILED, error))
                 continue
             seq = head.beams[row.beam] if head.beams else head
-            if seq.num_computed_tokens != row.start or head.status is not Status.RUNNING:
-                raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
-            seq.num_computed_tokens += len(row.token_ids)
-            self._kv.publish(seq)
-            self._kv.shed(seq)
-            if seq.tails and not seq.lacks:
+            end = row.start + len(row.token_ids)
+            if head.status is Status.RUNNING:  # else it was preempted meanwhile, and only its token is new
+                self._kv.publish(seq, end)
+                self._kv.shed(seq, end)
+            if seq.tails and end == len(seq.tokens):
                 tails, seq.tails = seq.tails, ()
                 self._branch(seq, [(seq, tail) for tail in tails])
             elif row.samples and seq.request.search is None:
-                emissions.append(self._append(seq, result))
+                emissions.append(self._know(seq, end, result))
         for request_id, choice in result.choices.items():
             head = self._sequences.get(request_id)
             if head is not None:
@@ -221,10 +253,7 @@ class Scheduler:
         waiting = [seq for seq in self._sequences.values() if seq.status is Status.WAITING]
         if len(running) + len(waiting) != len(self._sequences) or len(waiting) != len(self._policy):
             raise EngineDeadError("scheduler: a sequence is neither waiting nor running")
-        if {seq.request_id for seq in running} != self._running.keys() or self._num_rows > self._max_batch_size:
-            raise EngineDeadError("scheduler: the running sequences are not those that were admitted, or are too many")
-        if sum(seq.request.width for seq in running) != self._num_rows:
-            raise EngineDeadError("scheduler: the running sequences are not as many as it counts")
+        self._running.check(running)
         if any(seq.block_table or seq.num_computed_tokens or seq.beams for seq in waiting):
             raise EngineDeadError("scheduler: a waiting sequence holds blocks")
         if self._kv.blocks_used and not running:
@@ -234,25 +263,22 @@ class Scheduler:
         """Tokens of the next step."""
         if self._pacer is None:
             return self._max_batch_tokens
-        singles = sum(map(_lacks_one_token, self._members()))
+        singles = sum(map(_lacks_one_token, self._running.members()))
         if not singles:
             return self._max_batch_tokens
         return min(self._max_batch_tokens, singles + self._pacer.allowance())
 
-    def _members(self) -> list[Sequence]:
-        return [member for seq in self._running.values() for member in (seq.beams or (seq,))]
-
     def _serve_running(self, draft: Draft) -> None:
-        running = self._members()
+        running = self._running.members()
         if self._pacer is not None:  # a prompt must not take what the budget has for the next token of the others
             running.sort(key=_lacks_one_token, reverse=True)
         for seq in running:
             if draft.left == 0:
                 return
-            if seq.request_id not in self._running:  # preempted for one before it
+            if seq not in self._running:  # preempted for one before it
                 continue
             end = min(seq.num_tokens, seq.num_computed_tokens + draft.left)
-            if end == seq.num_computed_tokens:  # a beam that waits for the others
+            if end == seq.num_computed_tokens or seq.is_full:  # a beam that waits for the others, or one that is about to end
                 continue
             copies = self._reserve_or_preempt(seq, end, draft)
             if copies is not None:
@@ -262,7 +288,7 @@ class Scheduler:
         """Blocks for `seq` up to position `end`, at the cost of the less deserving, and which of them are to be copied first.
         None: it is itself the least deserving."""
         while (copies := self._kv.reserve(seq, end)) is None:
-            victim = self._policy.victim(self._running.values())
+            victim = self._policy.victim(self._running)
             draft.revoke(victim)
             draft.swap_out += self._preempt(victim, may_move=True)
             if victim.request_id == seq.request_id:
@@ -272,9 +298,10 @@ class Scheduler:
     def _admit(self, draft: Draft) -> None:
         while draft.left > 0:
             seq = self._policy.next_waiting()
-            if seq is None or self._num_rows + seq.request.width > self._max_batch_size:
+            if seq is None or not self._running.has_seats_for(seq):
                 return
-            start = None if seq.host_blocks else self._kv.find_start(seq, self._sibling(seq))
+            sibling = self._running.get(seq.request.fork_of)
+            start = None if seq.host_blocks else self._kv.find_start(seq, sibling)
             if start is None and not seq.host_blocks:
                 return  # what it needs next is being computed: wait for that rather than compute it twice
             # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
@@ -293,18 +320,16 @@ class Scheduler:
             assert copies is not None  # can_reserve said so, for more
             self._policy.remove(seq)
             seq.status = Status.RUNNING
-            self._running[seq.request_id] = seq
-            self._num_rows += seq.request.width
+            self._running.join(seq)
             draft.grant(seq, end, copies)
-
-    def _sibling(self, seq: Sequence) -> Sequence | None:
-        return None if seq.request.fork_of is None else self._running.get(seq.request.fork_of)
 
     def _headroom(self) -> int:
         """Blocks to leave free for those that run, so that who is admitted is not preempted, or preempts, right away."""
         if not self._running:
             return 0
-        return max(self._watermark, self._num_rows * self._kv.tables.num_groups) if self._is_crowded else self._watermark
+        if not self._is_crowded:
+            return self._watermark
+        return max(self._watermark, self.num_running * self._kv.tables.num_groups)
 
     def _preempt(self, seq: Sequence, may_move: bool = False) -> tuple[tuple[int, int], ...]:
         """Take `seq`'s blocks. It keeps its tokens; when it is resumed, it computes their keys and values again, or has them
@@ -318,23 +343,26 @@ class Scheduler:
             self._release(seq)
         if seq.beams:
             seq.fold()
-        self._leave(seq)
+        self._running.leave(seq)
         seq.status = Status.WAITING
         self._policy.put_back(seq)
         self._is_crowded = True
         self.num_preemptions += 1
         return pairs
 
-    def _append(self, seq: Sequence, result: StepResult) -> Emission:
+    def _know(self, seq: Sequence, position: int, result: StepResult) -> Emission:
+        """The token at `position` is known now."""
         token = result.tokens.get(seq.request_id)
         if token is None:
             raise EngineDeadError(f"request {seq.request_id}: the step gave neither a token nor an error")
-        seq.tokens.append(token)
+        if seq.tokens[position] != UNKNOWN:
+            raise EngineDeadError(f"request {seq.request_id}: the result is not that of the oldest step")
+        seq.tokens[position] = token
         self._policy.charge(seq, 0, 1)
         reason = None
         if token in seq.request.eos_token_ids or seq.request_id in result.stopped:
             reason = FinishReason.STOP
-        elif seq.num_output_tokens == seq.request.max_new_tokens:
+        elif position + 1 == seq.request.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._end(seq, reason)
@@ -364,13 +392,9 @@ class Scheduler:
         for member in seq.members:
             self._kv.release(member)
 
-    def _leave(self, seq: Sequence) -> None:
-        del self._running[seq.request_id]
-        self._num_rows -= seq.request.width
-
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.status is Status.RUNNING:
-            self._leave(seq)
+            self._running.leave(seq)
         else:
             self._policy.remove(seq)
         self._release(seq)

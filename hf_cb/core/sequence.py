@@ -14,9 +14,9 @@ class Sequence:
     """A request on its way. `arrival`: its number in the order of `Scheduler.add`; `arrived_at`: when that was, in seconds on
     `time.monotonic()`'s clock.
 
-    `tokens`: the prompt, then the output. The keys and values of the first `num_computed_tokens` of them are in the
-    blocks of `block_table`, which may cover more: what a step that has not ended will write. The first
-    `num_cached_tokens` were there already when it was first admitted.
+    `tokens`: the prompt, then the output; the last one is UNKNOWN while the step that samples it is underway. The keys and
+    values of the first `num_computed_tokens` of them are in the blocks of `block_table`, which may cover more: what a step that
+    has not ended will write. The first `num_cached_tokens` were there already when it was first admitted.
 
     A request with a search is one sequence, its trunk, until the prompt is computed; from then on its `beams` are sequences of
     their own, which hold the blocks. When they are preempted, they become a trunk again, of what they have in common, and
@@ -79,6 +79,11 @@ class Sequence:
         self.tails = tuple(tuple(row[common:]) for row in rows)
         self.tokens = rows[0][:common]
         self.beams = ()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all the tokens that it may have, and ends as soon as the last one is known."""
+        return len(self.tokens) >= self.request.max_tokens
 
     @property
     def num_output_tokens(self) -> int:

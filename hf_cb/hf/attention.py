@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from hf_cb.attention.step import LayerSpec
+from hf_cb.hf.opaque import call, is_opaque, make_opaque
 
 IMPLEMENTATION = "hf_cb"
 _PORT = "_hf_cb_port"
@@ -46,11 +48,27 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' contract: query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> ([1, T, Hq, Dv], None)."""
+    if torch.compiler.is_compiling() and is_opaque(module):
+        sinks = [] if kwargs.get("s_aux") is None else [kwargs["s_aux"]]
+        shape = [1, query.shape[2], query.shape[1], value.shape[3]]
+        return call(module, [query, key, value, *sinks], shape), None
     port = module.__dict__[_PORT]
     if isinstance(port, Observer):
         port.observe(module, query, key, value, attention_mask, kwargs)
+    return _serve(module, query, key, value, kwargs.get("s_aux")), None
+
+
+def _serve(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    return port.serve(module, q, k, v, kwargs.get("s_aux"))[None], None
+    served: torch.Tensor = module.__dict__[_PORT].serve(module, q, k, v, sinks)
+    return served[None]
+
+
+def make_attention_opaque(module: nn.Module) -> None:
+    """Let torch.compile not look into this module's attention, which changes with every step."""
+    make_opaque(module, functools.partial(_serve, module))
 
 
 class UnservableLayerError(Exception):

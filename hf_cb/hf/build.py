@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_cb.attention.backend import default_block_size
+from hf_cb.attention.backend import can_be_captured, default_block_size
 from hf_cb.attention.step import LayerSpec
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
 from hf_cb.core.fair import Fair
@@ -32,11 +32,13 @@ from hf_cb.hf.twin import merge_notes, shared_tensors
 from hf_cb.hf.weights import WeightWatch, plain_parts
 from hf_cb.machinery import FollowWeights, Look, Machinery
 from hf_cb.options import Defaults
+from hf_cb.runtime import graphs
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.kv_layout import KVLayout
 from hf_cb.runtime.lockstep import Lockstep
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
+from hf_cb.runtime.streams import streams_of
 from hf_cb.runtime.swap_space import SwapSpace
 
 # A CPU's step time grows with each token, so a budget this large already hides the cost of reading the weights.
@@ -58,7 +60,9 @@ def build(model: Any, config: CBConfig) -> Served:
     cache = _allocate(servable, resolved, facts, layout)
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
-    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep)
+    streams = streams_of(servable.device)
+    graphs = _graphs(servable, config, resolved, port, cache, lockstep)
+    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams, graphs)
     scheduler = Scheduler(
         num_blocks=cache.num_blocks,
         block_size=resolved.block_size,
@@ -71,7 +75,7 @@ def build(model: Any, config: CBConfig) -> Served:
         target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
         reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
     )
-    swap_space = SwapSpace(cache, resolved.num_swap_blocks * num_groups) if resolved.num_swap_blocks else None
+    swap_space = SwapSpace(cache, resolved.num_swap_blocks * num_groups, streams) if resolved.num_swap_blocks else None
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
     def defaults() -> Defaults:
@@ -79,7 +83,9 @@ def build(model: Any, config: CBConfig) -> Served:
         return Defaults() if current is None else defaults_of(current.generation_config, servable.max_positions)
 
     return Served(
-        machinery=Machinery(scheduler, runner, cache, swap_space, _follower(servable), lockstep),
+        machinery=Machinery(
+            scheduler, runner, cache, swap_space, _follower(servable), lockstep, _overlaps(config, servable.device, lockstep)
+        ),
         config=resolved,
         vocab_size=servable.vocab_size,
         max_positions=servable.max_positions,
@@ -87,16 +93,25 @@ def build(model: Any, config: CBConfig) -> Served:
         attention_backend=servable.backend.name,
         attention_reason=servable.backend_reason,
         packed_bytes=servable.packs.num_bytes,
+        compiled=servable.compiled,
         defaults=defaults,
         draw_seed=draw_seed,
     )
+
+
+def _overlaps(config: CBConfig, device: torch.device, lockstep: Lockstep | None) -> bool:
+    if lockstep is not None:  # the other ranks get sampled tokens with the next step
+        return False
+    return device.type == "cuda" if config.overlap is None else config.overlap
 
 
 def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None) -> Servable:
     """As `examine`; the ranks of a tensor-parallel model, which all come here, serve it together or not at all."""
     kv_dtype = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     if lockstep is None:
-        return examine(model, config.attention_backend, _pack_memory(config), config.block_size, kv_dtype)
+        return examine(model, config.attention_backend, _pack_memory(config), config.block_size, config.compile, kv_dtype)
+    if config.compile:
+        raise InvalidArgumentError(f"compile: takes False for a tensor-parallel model; got {config.compile!r}")
     if config.swap_space:
         raise InvalidArgumentError(f"swap_space: takes 0 for a tensor-parallel model; got {config.swap_space!r}")
     reason: str | None = None
@@ -142,6 +157,44 @@ def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts, l
             f"kv_cache_memory: {resolved.num_blocks} blocks take {resolved.kv_cache_memory} bytes, and {servable.device} has "
             f"no room for them"
         ) from error
+
+
+def _graphs(
+    servable: Servable,
+    config: CBConfig,
+    resolved: ResolvedConfig,
+    port: AttentionPort,
+    cache: KVCache,
+    lockstep: Lockstep | None,
+) -> graphs.DecodeGraphs:
+    tensors, notes = (*servable.twin.parameters(), *servable.twin.buffers()), merge_notes(servable.twin)
+    limit = config.graph_bytes(_free_memory(servable.device))
+    return graphs.DecodeGraphs(
+        servable.forward,
+        port,
+        cache,
+        limit=limit,
+        max_rows=min(resolved.max_batch_size, resolved.max_batch_tokens),
+        # By their notes of what is merged, PEFT's layers choose in Python what to compute.
+        baked=lambda: ([tensor.data_ptr() for tensor in tensors], [*map(tuple, notes)]),
+        off=_why_no_graphs(servable, lockstep) or (None if limit else "graph_memory is 0"),
+    )
+
+
+def _why_no_graphs(servable: Servable, lockstep: Lockstep | None) -> str | None:
+    tensors = (*servable.twin.parameters(), *servable.twin.buffers())
+    devices = {*(spec.device for spec in servable.specs), *(tensor.device for tensor in tensors)}
+    if servable.device.type not in graphs.DEVICES:
+        return f"CUDA graphs run on {' or '.join(graphs.DEVICES)}, not on {servable.device.type}"
+    if lockstep is not None:
+        return "other processes take part in each step"
+    if len(devices) > 1:
+        return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))})"
+    if any("_hf_hook" in vars(module) for module in servable.twin.modules()):
+        return "accelerate's hooks move the model's tensors"
+    if not can_be_captured(servable.backend):
+        return f"{servable.backend.name} needs numbers on the host in each step"
+    return None
 
 
 def _follower(servable: Servable) -> FollowWeights:

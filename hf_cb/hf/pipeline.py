@@ -61,7 +61,14 @@ def serve_pipeline(pipe: Pipeline, server_of: Callable[[Any], Server | None]) ->
 def restore_pipeline(pipe: Pipeline) -> None:
     """Give the pipeline its own class back."""
     if isinstance(pipe, ServedPipeline):
-        pipe.__class__ = pipe.own_class  # type: ignore[assignment]
+        pipe.__class__ = _own_class(pipe)  # type: ignore[assignment]
+
+
+def _own_class(pipe: Pipeline) -> type[Pipeline]:
+    """The class that is the pipeline's while it isn't installed. It may be so by now: hence no `super()` in the methods below,
+    which fails on an object that is of another class since they were entered."""
+    cls = type(pipe)
+    return cls.own_class if issubclass(cls, ServedPipeline) else cls
 
 
 class ServedPipeline(Pipeline):
@@ -75,17 +82,17 @@ class ServedPipeline(Pipeline):
 
     def _sanitize_parameters(self, **parameters: Any) -> Any:
         with tokenizing():  # a prefix is tokenized here
-            return super()._sanitize_parameters(**parameters)  # type: ignore[safe-super]
+            return _own_class(self)._sanitize_parameters(self, **parameters)
 
     def preprocess(self, *args: Any, **parameters: Any) -> Any:
         """The pipeline's own, on one thread at a time."""
         with tokenizing():
-            return super().preprocess(*args, **parameters)  # type: ignore[safe-super]
+            return _own_class(self).preprocess(self, *args, **parameters)
 
     def postprocess(self, *args: Any, **parameters: Any) -> Any:
         """The pipeline's own, on one thread at a time."""
         with tokenizing():
-            return super().postprocess(*args, **parameters)  # type: ignore[safe-super]
+            return _own_class(self).postprocess(self, *args, **parameters)
 
     def get_iterator(
         self,
@@ -97,10 +104,12 @@ class ServedPipeline(Pipeline):
         postprocess_params: dict[str, Any],
     ) -> Any:
         """The results of a list, all of them; of anything else an iterator. `num_workers` has no use: nothing is forked."""
-        server_of = type(self).server_of
+        server_of = getattr(type(self), "server_of", lambda model: None)
         server = server_of(self.model)
         if server is None or isinstance(self, ChunkPipeline):
-            return super().get_iterator(inputs, num_workers, batch_size, preprocess_params, forward_params, postprocess_params)
+            return _own_class(self).get_iterator(
+                self, inputs, num_workers, batch_size, preprocess_params, forward_params, postprocess_params
+            )
         collate = no_collate_fn if batch_size == 1 else pad_collate_fn(self.tokenizer, self.feature_extractor)
 
         def forward(items: list[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
+from hf_cb.hf.compiling import CompiledLayers
 from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.packing import Packs, group_by_input, linear_calls
 from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
@@ -27,6 +28,7 @@ from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import Forward
 from hf_cb.runtime.port import AttentionPort
+from hf_cb.runtime.streams import streams_of
 
 logger = logging.getLogger("hf_cb")
 
@@ -42,6 +44,7 @@ class Servable:
     twin: nn.Module
     forward: Forward
     packs: Packs
+    compiled: CompiledLayers
     modules: tuple[nn.Module, ...]
     specs: tuple[LayerSpec, ...]
     backend: AttentionBackend
@@ -62,9 +65,11 @@ def examine(
     attention_backend: str | None = None,
     pack_memory: int = 0,
     block_size: int | None = None,
+    compile_layers: bool = False,
     kv_dtype: torch.dtype | None = None,
 ) -> Servable:
-    """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too.
+    """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too; the same with
+    torch.compile, if `compile_layers`.
 
     Raises UnservableError with the reason; the model is not touched either way.
     """
@@ -94,6 +99,9 @@ def examine(
 
             probe()
             packs = _pack(group_by_input(calls), pack_memory, probe)
+            compiled = CompiledLayers()
+            if compile_layers:
+                compiled.compile(twin, observer.modules, probe)
             if specs != tuple(observer.specs):
                 _try_stored(twin, forward, observer, specs, backend, rows)
     except UnservableLayerError as error:
@@ -108,8 +116,9 @@ def examine(
         raise UnservableError(f"the packed probe failed ({_brief(error)})") from error
     return Servable(
         twin=twin,
-        forward=forward,
+        forward=compiled.guarded(forward),
         packs=packs,
+        compiled=compiled,
         modules=tuple(observer.modules),
         specs=specs,
         backend=backend,
@@ -293,7 +302,7 @@ def _run_packed(
         if not scheduled:
             break
         total = sum(len(row.token_ids) for row in scheduled)
-        batch = build_input_batch(SchedulerOutput(scheduled, total), block_size, device)
+        batch = build_input_batch(SchedulerOutput(scheduled, total), block_size, streams_of(device))
         port.begin(batch.steps)
         out = forward(batch.input_ids, batch.position_ids, torch.arange(total, device=device)).float()
         if any(calls != 1 for calls in port.calls):

@@ -28,7 +28,14 @@ def make_twin(model: nn.Module) -> nn.Module:
     memo[id(vars(model).get("generate"))] = None
     twin = copy.deepcopy(model, memo)
     vars(twin).pop("generate", None)
+    for module in twin.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # untrue of packed rows, and it waits for the device
+            vars(module)["warn_if_padding_and_no_attention_mask"] = _say_nothing
     return twin.eval()
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    pass
 
 
 def set_attention(twin: nn.Module, implementation: str) -> None:

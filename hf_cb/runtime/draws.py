@@ -9,7 +9,8 @@ Whether this torch's numbers are those is tried once for each, by comparing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +39,10 @@ class TorchDraws:
     def draw(self, probs: torch.Tensor) -> int:
         """A token by probs [vocab]."""
         return int(torch.multinomial(probs, 1, generator=self._generator))
+
+    def times(self, probs: torch.Tensor) -> torch.Tensor:
+        """The times [vocab] of the race that `draw` decides, as it takes them from the generator."""
+        return torch.empty_like(probs).exponential_(generator=self._generator)
 
 
 class MersenneDraws:
@@ -73,24 +78,45 @@ class NativeDraws:
         return _refused(probs) if token < 0 else token
 
 
-def draw_all(sources: Sequence[Draws], probs: torch.Tensor) -> list[int | RuntimeError]:
-    """A token for each row of probs [n, vocab], by its own source; or the error, where a row's are no probabilities."""
+def draw_all(sources: Sequence[Draws], probs: torch.Tensor) -> torch.Tensor:
+    """A token for each row of probs [n, vocab], by its own source: [n] int64, on the device of probs, without waiting for it.
+    -1 where a row's are no probabilities."""
     native = [source.state for source in sources if isinstance(source, NativeDraws)]
-    if len(native) < len(sources):
-        return [_draw(source.draw, row) for source, row in zip(sources, probs, strict=True)]
-    tokens: list[int] = torch.ops.hf_cb.draw(native, probs.contiguous()).tolist()
-    return [_draw(_refused, probs[i]) if token < 0 else token for i, token in enumerate(tokens)]
+    if len(native) == len(sources):
+        tokens: torch.Tensor = torch.ops.hf_cb.draw(native, probs.contiguous())
+        return tokens
+    drawn = [source for source in sources if isinstance(source, TorchDraws)]
+    if len(drawn) == len(sources):
+        return _race(drawn, probs)
+    return torch.tensor([_draw(source, row) for source, row in zip(sources, probs, strict=True)])
 
 
-def _draw(draw: Callable[[torch.Tensor], int], probs: torch.Tensor) -> int | RuntimeError:
+def _race(sources: Sequence[TorchDraws], probs: torch.Tensor) -> torch.Tensor:
+    """What `multinomial` does, all but its look at the probabilities, for which it waits for the device."""
+    times = torch.stack([source.times(row) for source, row in zip(sources, probs, strict=True)])
+    least, most = probs.aminmax(dim=-1)  # a NaN is both
+    fine = (least >= 0) & (most > 0) & most.isfinite()
+    return (probs / times).argmax(dim=-1).masked_fill_(~fine, -1)
+
+
+def _draw(source: Draws, probs: torch.Tensor) -> int:
     try:
-        return draw(probs)
+        return source.draw(probs)
+    except RuntimeError:
+        return -1
+
+
+def refusal() -> RuntimeError:
+    """torch's own error for what are no probabilities."""
+    try:
+        torch.multinomial(torch.tensor([math.nan]), 1)
     except RuntimeError as error:
         return error
+    raise AssertionError("multinomial drew from NaN")
 
 
 def _refused(probs: torch.Tensor) -> int:
-    """Raises torch's own error for what are no probabilities."""
+    """Raises it."""
     return int(torch.multinomial(probs, 1, generator=torch.Generator(probs.device)))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +10,8 @@ import numpy as np
 import torch
 
 from hf_cb.attention.step import AttentionStep
-from hf_cb.core.output import SchedulerOutput
+from hf_cb.core.output import UNKNOWN, SchedulerOutput
+from hf_cb.runtime.streams import Streams
 
 
 class PromptPart(NamedTuple):
@@ -26,12 +26,20 @@ class PromptPart(NamedTuple):
 class InputBatch:
     """T packed tokens of N rows, of which n sample."""
 
-    input_ids: torch.Tensor  # [1, T] int64
+    input_ids: torch.Tensor  # [1, T] int64; 0 where they are not known on the host, see `follow`
     position_ids: torch.Tensor  # [1, T] int64
     logits_indices: torch.Tensor  # [n] int64: packed positions of the last token of each row that samples, then prompt_parts'
     sampling_ids: tuple[int, ...]  # request ids in the order of logits_indices
     steps: tuple[AttentionStep, ...]  # for each group of layers: they differ in where the keys and values are
     prompt_parts: tuple[PromptPart, ...] = ()
+    unknown: tuple[torch.Tensor, torch.Tensor] | None = None  # packed positions, and which tokens of the step before go there
+
+    def follow(self, tokens: torch.Tensor) -> None:
+        """Fill in the tokens [n] that the step before sampled, by the order of its `sampling_ids`; they stay on the device."""
+        if self.unknown is not None:
+            places, sources = self.unknown
+            # A row that failed has -1, which is no token. It is computed for nothing.
+            self.input_ids[0].index_copy_(0, places, tokens.index_select(0, sources).clamp_(min=0))
 
 
 Wanted = Callable[[int, int], range]
@@ -41,14 +49,15 @@ Wanted = Callable[[int, int], range]
 def build_input_batch(
     output: SchedulerOutput,
     block_size: int,
-    device: torch.device,
+    streams: Streams,
     wanted: Mapping[int, Wanted] | None = None,
     num_groups: int = 1,
+    before: Sequence[int] = (),
 ) -> InputBatch:
-    """Pack the rows one after another: no padding tokens. Built with numpy, moved to `device` at the end.
+    """Pack the rows one after another: no padding tokens. Built with numpy, taken to the device at the end.
 
     `wanted`: request id -> which of its positions' logits to compute beside the last one's. `num_groups`: of layers; a block
-    table holds a block of each in turn.
+    table holds a block of each in turn. `before`: the `sampling_ids` of the step before, whose tokens may be UNKNOWN here.
     """
     rows = output.rows
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
@@ -78,33 +87,38 @@ def build_input_batch(
     cu_seqlens_q = np.zeros(len(rows) + 1, np.int32)
     cu_seqlens_q[1:] = ends
 
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+    arrays: list[np.ndarray] = [ids, positions, np.concatenate(logits_indices), cu_seqlens_q, key_lens.astype(np.int32)]
+    for group in range(num_groups):
+        arrays.append(np.ascontiguousarray(block_table[:, group::num_groups]))
+        arrays.append(block_table[row_of, stretches + group].astype(np.int64) * block_size + offsets)
+    unknown = np.flatnonzero(ids == UNKNOWN)
+    if len(unknown):
+        ids[unknown] = 0
+        index = {request_id: i for i, request_id in enumerate(before)}
+        arrays += [unknown, np.array([index[rows[row].request_id] for row in row_of[unknown]])]
+    input_ids, position_ids, at, cu_seqlens, seq_lens, *rest = streams.upload(arrays)
 
-    first = AttentionStep(
-        cu_seqlens_q=put(cu_seqlens_q),
-        seq_lens_k=put(key_lens.astype(np.int32)),
-        block_table=put(block_table),
-        slot_mapping=put(block_table[row_of, stretches].astype(np.int64) * block_size + offsets),
-        query_lens=tuple(lens.tolist()),
-        key_lens=tuple(key_lens.tolist()),
-        max_seqlen_q=int(lens.max()),
-        max_seqlen_k=int(key_lens.max()),
-        block_size=block_size,
-    )
+    query_lens, row_lens = tuple(lens.tolist()), tuple(key_lens.tolist())
 
     def step(group: int) -> AttentionStep:
-        return dataclasses.replace(
-            first,
-            block_table=put(np.ascontiguousarray(block_table[:, group::num_groups])),
-            slot_mapping=put(block_table[row_of, stretches + group].astype(np.int64) * block_size + offsets),
+        return AttentionStep(
+            cu_seqlens_q=cu_seqlens,
+            seq_lens_k=seq_lens,
+            block_table=rest[2 * group],
+            slot_mapping=rest[2 * group + 1],
+            query_lens=query_lens,
+            key_lens=row_lens,
+            max_seqlen_q=int(lens.max()),
+            max_seqlen_k=int(key_lens.max()),
+            block_size=block_size,
         )
 
     return InputBatch(
-        input_ids=put(ids)[None],
-        position_ids=put(positions)[None],
-        logits_indices=put(np.concatenate(logits_indices)),
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        logits_indices=at,
         sampling_ids=tuple(rows[i].request_id for i in samples),
-        steps=(first,) if num_groups == 1 else tuple(map(step, range(num_groups))),
+        steps=tuple(map(step, range(num_groups))),
         prompt_parts=tuple(parts),
+        unknown=(rest[-2], rest[-1]) if len(unknown) else None,
     )

@@ -11,12 +11,14 @@ import torch
 
 from hf_cb.attention.step import LayerKV, LayerSpec
 from hf_cb.runtime.kv_layout import KVLayout
+from hf_cb.runtime.streams import to_device
 
 
 class KVCache:
     """Key and value blocks of every layer, indexed alike: block b of the pool is block b in the tensors of its group's layers.
 
-    One more block, of zeros, stands for those that a group has given back: no row writes to it.
+    Two more: a block of zeros stands for those that a group has given back, and no row writes to it; `scratch_block` is for
+    rows that only fill up a batch to a certain size.
     """
 
     def __init__(self, specs: Sequence[LayerSpec], num_blocks: int, block_size: int, layout: KVLayout | None = None) -> None:
@@ -28,6 +30,11 @@ class KVCache:
         self.tensors: tuple[LayerKV, ...] = ()  # none while the memory is given back, as with the next
         self.layers: tuple[LayerKV, ...] = ()  # each layer's tensors
         self.restore()
+
+    @property
+    def scratch_block(self) -> int:
+        """The block that nobody's tokens are in."""
+        return self.num_blocks + 1
 
     @property
     def is_released(self) -> bool:
@@ -50,13 +57,15 @@ class KVCache:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each; no target stands twice. All sources are read first."""
-        sources, targets = torch.tensor(pairs).T
-        for pair in self.tensors:
-            for blocks in pair:
-                blocks[targets.to(blocks.device)] = blocks[sources.to(blocks.device)]
+        indices: dict[torch.device, torch.Tensor] = {}
+        for blocks in (blocks for pair in self.tensors for blocks in pair):
+            if blocks.device not in indices:
+                indices[blocks.device] = to_device(np.array(pairs).T, torch.int64, blocks.device)
+            sources, targets = indices[blocks.device]
+            blocks[targets] = blocks[sources]
 
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
-        shape = (self.num_blocks + 1, self.block_size, spec.num_kv_heads, head_size)
+        shape = (self.num_blocks + 2, self.block_size, spec.num_kv_heads, head_size)
         if spec.device.type != "cpu":
             return torch.zeros(shape, dtype=spec.stored_dtype, device=spec.device)
         return lazy_zeros(shape, spec.stored_dtype)

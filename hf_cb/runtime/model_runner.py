@@ -5,20 +5,37 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from hf_cb.core.output import SchedulerOutput, StepResult
 from hf_cb.request import Choice, Request, TokenNote
 from hf_cb.runtime.beams import Beams
+from hf_cb.runtime.graphs import DecodeGraphs
 from hf_cb.runtime.input_batch import InputBatch, Wanted, build_input_batch
 from hf_cb.runtime.lockstep import Lockstep, Step, lost
 from hf_cb.runtime.logprobs import PromptLogprobs
 from hf_cb.runtime.port import AttentionPort
-from hf_cb.runtime.sampler import RowState, sample
+from hf_cb.runtime.sampler import Draft, RowState, accept, choose
+from hf_cb.runtime.streams import Download, Streams, streams_of
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(input_ids [1, T], position_ids [1, T], logits_indices [n]) -> logits [n, vocab]."""
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A step that has gone to the device, whole."""
+
+    output: SchedulerOutput
+    batch: InputBatch
+    logits: torch.Tensor  # [n, vocab], of what `batch.logits_indices` names
+    ids: tuple[int, ...]  # requests for which `draft` has a token each
+    rows: list[RowState]  # theirs: a request may end before its step does
+    draft: Draft | None  # None: there are none
+    arriving: Download  # the draft's tokens [n], and whether there is a NaN in each row's logits [n]
+    seconds: float  # that the model took of the host's time
 
 
 class ModelRunner:
@@ -32,14 +49,19 @@ class ModelRunner:
         device: torch.device,
         num_groups: int = 1,
         lockstep: Lockstep | None = None,
+        streams: Streams | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`num_groups`: of layers, see KVLayout. `lockstep`: with the ranks that share the model; None: it is all here."""
+        """`num_groups`: of layers, see KVLayout. `lockstep`: with the ranks that share the model; None: it is all here.
+        `streams`: of the device. `graphs`: of decode steps, where there may be any."""
         self._forward = forward
         self._port = port
         self._block_size = block_size
         self._device = device
+        self._streams = streams or streams_of(device)
         self._num_groups = num_groups
         self._lockstep = lockstep
+        self.graphs = graphs
         self._rows: dict[int, RowState] = {}
         self._beams: dict[int, Beams] = {}
         self._prompts: dict[int, PromptLogprobs] = {}  # of requests that want them and have no token yet
@@ -61,44 +83,83 @@ class ModelRunner:
         self._beams.pop(request_id, None)
         self._prompts.pop(request_id, None)
 
-    def execute(self, output: SchedulerOutput) -> StepResult:
+    def can_wait(self, output: SchedulerOutput) -> bool:
+        """Whether the next step can be launched before the result of this one has come: no row's next token takes the host to
+        know this one."""
+        sampling = [self._rows.get(row.request_id) for row in output.rows if row.samples]
+        return not (
+            any(row is None or row.needs_host for row in sampling)
+            or any(row.request_id in self._prompts for row in output.rows)
+        )
+
+    def execute(self, output: SchedulerOutput, before: Launched | None = None) -> StepResult:
         """Compute the step. On an exception nothing has been sampled: the same output may be executed again."""
+        return self.collect(self.launch(output, before))
+
+    def launch(self, output: SchedulerOutput, before: Launched | None = None) -> Launched:
+        """Hand the step to the device; if it `can_wait`, without waiting for that.
+
+        `before`: the step before, where this one has tokens of it that are UNKNOWN. On an exception nothing has been sampled.
+        """
         with torch.inference_mode():
             wanted = {key: prompt.wanted for key, prompt in self._prompts.items()}
-            batch = build_input_batch(output, self._block_size, self._device, wanted, self._num_groups)
+            ids = () if before is None else before.ids
+            batch = build_input_batch(output, self._block_size, self._streams, wanted, self._num_groups, ids)
+            if before is not None and before.draft is not None:
+                batch.follow(before.draft.tokens)
             began = time.perf_counter()
             if self._lockstep is not None:
                 self._lockstep.send(
                     Step(output, {part.request_id: range(part.first, part.first + part.length) for part in batch.prompt_parts})
                 )
             logits = self.forward(batch)
-            self.model_seconds = time.perf_counter() - began
+            return self._draft(output, batch, logits, time.perf_counter() - began)
+
+    def _draft(self, output: SchedulerOutput, batch: InputBatch, logits: torch.Tensor, seconds: float) -> Launched:
+        """Let the device choose a token for each row that samples and is not a beam."""
+        ids, own = batch.sampling_ids, logits[: len(batch.sampling_ids)]
+        if self._beams:
+            rest = [i for i, key in enumerate(ids) if key in self._rows]
+            ids, own = tuple(ids[i] for i in rest), own[rest]
+        rows = [self._rows[request_id] for request_id in ids]
+        if not ids:
+            return Launched(output, batch, logits, ids, rows, None, self._streams.download(), seconds)
+        draft = choose(own, rows)
+        has_nan = own.amax(dim=-1).isnan()  # the largest of a row with a NaN is NaN
+        arriving = self._streams.download(draft.tokens, has_nan)
+        return Launched(output, batch, logits, ids, rows, draft, arriving, seconds)
+
+    def collect(self, launched: Launched) -> StepResult:
+        """What came of a step. Waits for it."""
+        with torch.inference_mode():
+            began = time.perf_counter()
+            arrived = launched.arriving.wait()
+            self.model_seconds = launched.seconds + time.perf_counter() - began
+            batch, logits = launched.batch, launched.logits
             errors = self._note_prompts(batch, logits)
-            logits = logits[: len(batch.sampling_ids)]
-            result = self._sample(batch.sampling_ids, logits, errors)
+            result = self._accept(launched, arrived, errors)
             if not self._beams:
                 return result
             # Last: nothing can go wrong any more, so that a choice is never made and lost.
-            return dataclasses.replace(result, choices=self._choose(output, logits, errors))
+            choices = self._choose(launched.output, logits[: len(batch.sampling_ids)], errors)
+            return dataclasses.replace(result, choices=choices)
 
-    def _sample(self, ids: tuple[int, ...], logits: torch.Tensor, errors: dict[int, BaseException]) -> StepResult:
-        """A token for each row of logits [n, vocab] that is not a beam. More errors go to `errors`, which the result holds."""
-        if self._beams:
-            rest = [i for i, key in enumerate(ids) if key in self._rows]
-            ids, logits = tuple(ids[i] for i in rest), logits[rest]
-        if not ids:
+    def _accept(self, launched: Launched, arrived: tuple[torch.Tensor, ...], errors: dict[int, BaseException]) -> StepResult:
+        """The result of the rows that are no beams. More errors go to `errors`, which it holds."""
+        ids = launched.ids
+        if launched.draft is None:
             return StepResult({}, errors)
-        not_numbers = _rows_with_nan(logits)
-        sampled = sample(logits, [self._rows[request_id] for request_id in ids])
+        tokens, has_nan = (tensor.tolist() for tensor in arrived)
+        sampled = accept(launched.draft, launched.rows, tokens)
         errors.update({ids[i]: error for i, error in sampled.errors.items()})
-        for i in not_numbers:
-            if self._rows[ids[i]].rules is None:  # greedy decoding would take the first NaN for the best token
+        for i, is_bad in enumerate(has_nan):
+            if is_bad and launched.rows[i].rules is None:  # greedy decoding would take the first NaN for the best token
                 errors.setdefault(ids[i], FloatingPointError("its logits hold NaN"))
-        tokens = {key: token for key, token in zip(ids, sampled.tokens, strict=True) if key not in errors}
+        tokens_of = {key: token for key, token in zip(ids, sampled.tokens, strict=True) if key not in errors}
         notes = {ids[i]: TokenNote(note) for i, note in sampled.logprobs.items()}
-        for key in self._prompts.keys() & tokens.keys():
+        for key in self._prompts.keys() & tokens_of.keys():
             notes[key] = TokenNote(notes.get(key, TokenNote()).logprobs, self._prompts.pop(key).result())
-        return StepResult(tokens, errors, frozenset(ids[i] for i in sampled.stopped), notes)
+        return StepResult(tokens_of, errors, frozenset(ids[i] for i in sampled.stopped), notes)
 
     def _choose(self, output: SchedulerOutput, logits: torch.Tensor, errors: dict[int, BaseException]) -> dict[int, Choice]:
         """Hand logits [n, vocab] of the rows that sample to the searches among them; what those choose that have all."""
@@ -121,7 +182,7 @@ class ModelRunner:
         """Compute a step of rank 0 on another rank: keys and values of its heads, its part of every layer."""
         wanted = {key: _these(positions) for key, positions in step.wanted.items()}
         with torch.inference_mode():
-            self.forward(build_input_batch(step.output, self._block_size, self._device, wanted, self._num_groups))
+            self.forward(build_input_batch(step.output, self._block_size, self._streams, wanted, self._num_groups))
 
     def _note_prompts(self, batch: InputBatch, logits: torch.Tensor) -> dict[int, BaseException]:
         errors: dict[int, BaseException] = {}
@@ -136,6 +197,8 @@ class ModelRunner:
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Logits [n, vocab] of `batch.logits_indices`; writes every row's keys and values."""
+        if self.graphs is not None and (logits := self.graphs.run(batch)) is not None:
+            return logits
         self._port.begin(batch.steps)
         try:
             return self._forward(batch.input_ids, batch.position_ids, batch.logits_indices)
@@ -149,8 +212,3 @@ class ModelRunner:
 
 def _these(positions: range) -> Wanted:
     return lambda start, end: positions
-
-
-def _rows_with_nan(logits: torch.Tensor) -> list[int]:
-    """Indices of the rows of logits [n, vocab] that hold a NaN: the largest of such a row is NaN."""
-    return logits.amax(dim=-1).isnan().nonzero().flatten().tolist()

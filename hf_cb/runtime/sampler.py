@@ -7,15 +7,16 @@ first, row by row; then what its SamplingParams say, for all rows together (`war
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from hf_cb.request import Request, RowRules, SamplingParams, TokenLogprobs
-from hf_cb.runtime.draws import Draws, draw_all, draws
+from hf_cb.runtime.draws import Draws, draw_all, draws, refusal
 from hf_cb.runtime.logprobs import token_logprobs
-from hf_cb.runtime.warpers import SeenTokens, forbid, penalise_repetition, warp
+from hf_cb.runtime.streams import to_device
+from hf_cb.runtime.warpers import SeenTokens, bias, forbid, penalise_presence, penalise_repetition, warp
 
 
 @dataclass(slots=True)
@@ -28,7 +29,8 @@ class RowState:
     logprobs: int | None = None  # how many of the most probable tokens to report
     num_sampled: int = 0
     draws: Draws | None = field(default=None, repr=False)
-    seen: SeenTokens | None = field(default=None, repr=False)
+    seen: SeenTokens | None = field(default=None, repr=False)  # in prompt and output
+    produced: SeenTokens | None = field(default=None, repr=False)  # in the output alone
 
     @classmethod
     def of(cls, request: Request, device: torch.device) -> RowState:
@@ -36,7 +38,8 @@ class RowState:
         params = request.sampling
         source = draws(params.seed, device) if params.do_sample else None
         seen = SeenTokens(request.prompt) if params.repetition_penalty != 1.0 else None
-        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, request.logprobs, 0, source, seen)
+        produced = SeenTokens() if params.frequency_penalty or params.presence_penalty else None
+        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, request.logprobs, 0, source, seen, produced)
 
     def forbidden(self) -> list[int]:
         """The ids that cannot come now, whatever the model says."""
@@ -47,15 +50,30 @@ class RowState:
             ids.extend(params.begin_suppress_tokens)
         return ids
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether its next token can't be sampled before the value of this one has come to the host."""
+        return any(own is not None for own in (self.rules, self.seen, self.produced, self.logprobs))
+
     def accept(self, token: int, scores: torch.Tensor) -> bool:
         """Take note of a sampled token and the scores [1, vocab] it was chosen by. True: the request's rules end it here."""
-        self.num_sampled += 1
-        if self.seen is not None:
-            self.seen.add(token)
+        for tokens in (self.seen, self.produced):
+            if tokens is not None:
+                tokens.add(token)
         if self.rules is None:
             return False
         with torch.inference_mode(False), torch.no_grad():
             return self.rules.accept(token, scores)
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """Tokens that are chosen, and may not have come to the host yet."""
+
+    tokens: torch.Tensor  # [n] int64, on the device of the logits; -1 where a row has no probabilities to draw by
+    errors: dict[int, BaseException]  # index of the row -> what is known already
+    logits: torch.Tensor  # [n, vocab]
+    scores: torch.Tensor  # [n, vocab] float32: by what the tokens were chosen, as far as rules want to know
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,42 +88,58 @@ class Sampled:
 
 def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
     """Choose the next token of each row from logits [n, vocab] (any float dtype; not changed)."""
+    draft = choose(logits, rows)
+    return accept(draft, rows, draft.tokens.tolist())
+
+
+def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Draft:
+    """The part of `sample` that goes to the device. Unless a row `needs_host`, nothing in it waits for that."""
     errors: dict[int, BaseException] = {}
     scores = _process(logits, rows, errors)
     tokens = _best(scores)
     drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors]
     if drawing:
-        warped = warp(scores[drawing], [rows[i].params for i in drawing])
-        drawn = draw_all([_source(rows[i]) for i in drawing], warped.softmax(dim=-1))
-        for j, (i, token) in enumerate(zip(drawing, drawn, strict=True)):
-            if isinstance(token, int):
-                tokens[i] = token
-            else:  # no probability left, or NaN: this row's logits are at fault, nobody else's
-                errors[i] = token
+        index = to_device(drawing, torch.int64, scores.device)
+        warped = warp(scores.index_select(0, index), [rows[i].params for i in drawing])
+        tokens.index_copy_(0, index, draw_all([_source(rows[i]) for i in drawing], warped.softmax(dim=-1)))
+        for j, i in enumerate(drawing):
             if rows[i].rules is not None:
                 scores[i] = warped[j]
-    stopped = set()
+    for row in rows:
+        row.num_sampled += 1
+    return Draft(tokens, errors, logits, scores)
+
+
+def accept(draft: Draft, rows: Sequence[RowState], tokens: list[int]) -> Sampled:
+    """The rest of it, when the tokens have come to the host."""
+    errors, stopped = draft.errors, set()
+    for i, token in enumerate(tokens):
+        if token < 0:  # no probability left, or NaN: this row's logits are at fault, nobody else's
+            errors.setdefault(i, refusal())
     for i, row in enumerate(rows):
         try:
-            if i not in errors and row.accept(tokens[i], scores[i : i + 1]):
+            if i not in errors and row.needs_host and row.accept(tokens[i], draft.scores[i : i + 1]):
                 stopped.add(i)
         except BaseException as error:
             errors[i] = error
-    return Sampled(tokens, errors, frozenset(stopped), _logprobs(logits, rows, tokens))
+    return Sampled(tokens, errors, frozenset(stopped), _logprobs(draft.logits, rows, tokens, errors))
 
 
-def _logprobs(logits: torch.Tensor, rows: Sequence[RowState], tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
-    asking = {i: row.logprobs for i, row in enumerate(rows) if row.logprobs is not None}
+def _logprobs(
+    logits: torch.Tensor, rows: Sequence[RowState], tokens: Sequence[int], errors: Collection[int]
+) -> dict[int, TokenLogprobs]:
+    asking = {i: row.logprobs for i, row in enumerate(rows) if row.logprobs is not None and i not in errors}
     if not asking:
         return {}
     found = token_logprobs(logits[list(asking)], [tokens[i] for i in asking], list(asking.values()))
     return dict(zip(asking, found, strict=True))
 
 
-def _best(scores: torch.Tensor) -> list[int]:
-    """The best token of each row. On a CPU by numpy, which is ten times as fast at it."""
-    best: list[int] = (scores.numpy().argmax(axis=-1) if scores.device.type == "cpu" else scores.argmax(dim=-1)).tolist()
-    return best
+def _best(scores: torch.Tensor) -> torch.Tensor:
+    """The best token of each row, [n]. On a CPU by numpy, which is ten times as fast at it."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(scores.numpy().argmax(axis=-1))
+    return scores.argmax(dim=-1)
 
 
 def _source(row: RowState) -> Draws:
@@ -116,14 +150,18 @@ def _source(row: RowState) -> Draws:
 def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, BaseException]) -> torch.Tensor:
     """What does not depend on sampling, from logits to scores [n, vocab] float32: a copy where any row asks for anything."""
     scores = logits.float()
+    biased = [(i, row.params.logit_bias) for i, row in enumerate(rows) if row.params.logit_bias]
     penalties = [(i, row.params.repetition_penalty, row.seen) for i, row in enumerate(rows) if row.seen is not None]
+    present = [(i, row.params, row.produced) for i, row in enumerate(rows) if row.produced is not None]
     forbidden = [(i, ids) for i, row in enumerate(rows) if (ids := row.forbidden())]
     ruled = [i for i, row in enumerate(rows) if row.rules is not None]
-    if scores is logits and (penalties or forbidden or ruled):
+    if scores is logits and (biased or penalties or present or forbidden or ruled):
         scores = scores.clone()
     for i in ruled:
         _apply_rules(i, rows[i].rules, scores, errors)
+    bias(scores, biased)
     penalise_repetition(scores, penalties)
+    penalise_presence(scores, present)
     forbid(scores, forbidden)
     return scores
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hf_cb.attention.step import LayerKV, LayerSpec
 from hf_cb.runtime.kv_cache import KVCache, lazy_zeros
+from hf_cb.runtime.streams import Streams
 
 
 class SwapSpace:
-    """`num_blocks` host blocks like those of `cache`; pinned where the cache is on another device than the CPU."""
+    """`num_blocks` host blocks like those of `cache`; pinned where the cache is on another device than the CPU.
 
-    def __init__(self, cache: KVCache, num_blocks: int) -> None:
+    Nothing waits for a copy: it stands between what its device computes before and after it. See Streams.swapping.
+    """
+
+    def __init__(self, cache: KVCache, num_blocks: int, streams: Streams) -> None:
         self.num_blocks = num_blocks
         self._cache = cache
+        self._streams = streams
         self._layers = tuple(
             LayerKV(_host_blocks(spec, spec.head_size, self), _host_blocks(spec, spec.value_head_size, self))
             for spec in cache.specs
@@ -26,21 +31,29 @@ class SwapSpace:
         """Tokens per block."""
         return self._cache.block_size
 
+    @property
+    def waits(self) -> bool:
+        """Whether a copy is done when the call returns, so that its time can be taken."""
+        return self._streams.waits
+
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (block of the cache, block of this space) each."""
-        for device, host in self._tensors():
-            source, target = _indices(pairs)
-            host[target] = device[source.to(device.device)].to(host.device)
+        for device, host in self._swapping():
+            for block, host_block, length in _runs(pairs):
+                host[host_block : host_block + length].copy_(device[block : block + length], non_blocking=True)
 
     def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (block of this space, block of the cache) each."""
-        for device, host in self._tensors():
-            source, target = _indices(pairs)
-            device[target.to(device.device)] = host[source].to(device.device)
+        for device, host in self._swapping():
+            for host_block, block, length in _runs(pairs):
+                device[block : block + length].copy_(host[host_block : host_block + length], non_blocking=True)
 
-    def _tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pairs = zip(self._cache.tensors, self._layers, strict=True)
-        return [both for device, host in pairs for both in zip(device, host, strict=True)]
+    def _swapping(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(blocks of the cache, blocks of this space) of each tensor, while its device's streams are those for swapping."""
+        pairs = [both for layer in zip(self._cache.tensors, self._layers, strict=True) for both in zip(*layer, strict=True)]
+        for where in dict.fromkeys(device.device for device, _ in pairs):
+            with self._streams.swapping(where):
+                yield from (pair for pair in pairs if pair[0].device == where)
 
 
 def _host_blocks(spec: LayerSpec, head_size: int, space: SwapSpace) -> torch.Tensor:
@@ -50,6 +63,12 @@ def _host_blocks(spec: LayerSpec, head_size: int, space: SwapSpace) -> torch.Ten
     return torch.empty(shape, dtype=spec.stored_dtype, pin_memory=True)
 
 
-def _indices(pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    sources, targets = zip(*pairs, strict=True)
-    return torch.tensor(sources), torch.tensor(targets)
+def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(source, target, length) of pairs that follow one another: each is one copy."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in pairs:
+        if runs and (source, target) == (sum(runs[-1][::2]), sum(runs[-1][1:])):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((source, target, 1))
+    return runs

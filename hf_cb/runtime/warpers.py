@@ -7,6 +7,7 @@ stands beside it. Scores are changed in place; a row whose option is off is left
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,31 +15,54 @@ import torch
 
 from hf_cb.request import SamplingParams
 from hf_cb.runtime.head import filter_by_head
+from hf_cb.runtime.streams import to_device
 
 
 class SeenTokens:
-    """The distinct token ids of one row so far, in the order of their first coming."""
+    """The distinct token ids of one row so far, in the order of their first coming, and how often each has come."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        first = list(dict.fromkeys(tokens))
-        self._known = set(first)
-        self._ids = np.array(first, np.int64)
-        self._length = len(first)
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        counted = Counter(tokens)
+        self._places = {token: place for place, token in enumerate(counted)}
+        self._table = np.array([list(counted), list(counted.values())], np.int64)  # [2, room]: ids, counts
 
     @property
     def ids(self) -> np.ndarray:
         """[n] int64."""
-        return self._ids[: self._length]
+        return self._table[0, : len(self._places)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[n] int64, each at least 1."""
+        return self._table[1, : len(self._places)]
 
     def add(self, token: int) -> None:
         """Note a token of the output."""
-        if token in self._known:
-            return
-        self._known.add(token)
-        if self._length == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(max(16, self._length), np.int64)])
-        self._ids[self._length] = token
-        self._length += 1
+        place = self._places.setdefault(token, len(self._places))
+        room = self._table.shape[1]
+        if place == room:
+            self._table = np.concatenate([self._table, np.zeros((2, max(16, room)), np.int64)], axis=1)
+        self._table[0, place] = token
+        self._table[1, place] += 1
+
+
+def bias(scores: torch.Tensor, rows: Sequence[tuple[int, Sequence[tuple[int, float]]]]) -> None:
+    """Add to the scores of single tokens. `rows`: (row of scores, (token id, what to add) of distinct ids)."""
+    _add(scores, [(row, np.array([token for token, _ in pairs]), np.array([add for _, add in pairs])) for row, pairs in rows])
+
+
+def penalise_presence(scores: torch.Tensor, rows: Sequence[tuple[int, SamplingParams, SeenTokens]]) -> None:
+    """Take from the scores of seen tokens `frequency_penalty` for each time, and `presence_penalty`, of each row's params."""
+    _add(scores, [(i, seen.ids, -(seen.counts * p.frequency_penalty + p.presence_penalty)) for i, p, seen in rows])
+
+
+def _add(scores: torch.Tensor, rows: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> None:
+    """`rows`: (row of scores, distinct ids [n], what to add [n]); a sum is rounded to float32 once."""
+    inside = [(row, ids, values, (ids >= 0) & (ids < scores.shape[-1])) for row, ids, values in rows]
+    at = _positions([(row, ids) for row, ids, _, _ in inside], scores.shape[-1], scores.device)
+    if at is not None:
+        values = np.concatenate([values[known] for _, _, values, known in inside]).astype(np.float32)
+        scores[at] += to_device(values, torch.float32, scores.device)
 
 
 def penalise_repetition(scores: torch.Tensor, rows: Sequence[tuple[int, float, SeenTokens]]) -> None:
@@ -69,7 +93,8 @@ def _positions(
     if not any(len(ids) for _, ids in inside):
         return None
     rows = np.repeat([row for row, _ in inside], [len(ids) for _, ids in inside])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate([ids for _, ids in inside])).to(device)
+    columns = np.concatenate([ids for _, ids in inside])
+    return to_device(rows, torch.int64, device), to_device(columns, torch.int64, device)
 
 
 def warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -84,14 +109,14 @@ def warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor
         if not members:
             continue
         values = [float(getattr(params[i], option)) for i in members]
-        index = torch.tensor(members, device=scores.device)
+        index = to_device(members, torch.int64, scores.device)
         scores.index_copy_(0, index, apply(scores.index_select(0, index), values))
     return scores
 
 
 def _column(values: Sequence[float], scores: torch.Tensor) -> torch.Tensor:
     """One value per row, [n, 1], rounded to float32 as a scalar is."""
-    return torch.tensor(values, dtype=scores.dtype, device=scores.device)[:, None]
+    return to_device(values, scores.dtype, scores.device)[:, None]
 
 
 def _temperature(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
@@ -104,7 +129,7 @@ def _temperature(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
 def _top_k(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
     ks = [min(int(k), scores.size(-1)) for k in values]
     best = torch.topk(scores, max(ks))[0]
-    least = best.gather(1, torch.tensor(ks, device=scores.device)[:, None] - 1)
+    least = best.gather(1, to_device(ks, torch.int64, scores.device)[:, None] - 1)
     return scores.masked_fill_(scores < least, -math.inf)
 
 

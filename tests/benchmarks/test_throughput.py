@@ -26,7 +26,7 @@ def tokenizer(text: str, **_: object) -> dict[str, list[int]]:
 def command(monkeypatch, tmp_path):
     """Runs the command; returns what it wrote as JSON."""
 
-    def load(_model: object, _shape: object, dtype: str) -> Subject:
+    def load(_model: object, _shape: object, dtype: str, _device: str) -> Subject:
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=VOCAB,

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-QUICK = 3.0  # seconds from a script's last line to the end of its process
+QUICK = 9.0  # seconds from a script's last line to the end of its process: less than those that an exit waits for a thread
 
 # Importing torch takes seconds, so one process imports it and starts nothing; each script runs, and exits, in a fork of that.
 NURSERY = """
@@ -147,7 +147,7 @@ if child == 0:
             assert "fork" in str(error), error
         else:
             raise AssertionError("the child got an answer from nobody")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     hf_cb.uninstall(model)
     hf_cb.install(model, **SMALL)  # an engine of the child's own
     assert ask(model, row) == row.tokens
@@ -202,7 +202,7 @@ for name, wait in waits.items():
     try:
         wait()
     except KeyboardInterrupt:
-        assert time.monotonic() - interrupted_at[-1] < 1
+        assert time.monotonic() - interrupted_at[-1] < 5
     else:
         raise AssertionError("not interrupted")
     thread.join()

@@ -14,7 +14,7 @@ from hf_cb import FinishReason, RequestTimeoutError
 pytestmark = pytest.mark.timeout(20)
 
 SHORT = 0.05  # seconds
-LATE = 1.0  # seconds: what no timeout may be late by
+LATE = 5.0  # seconds: what no timeout may be late by, on a machine with other things to do
 
 
 def test_a_wait_that_ends_before_the_request(llama: PreTrainedModel) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from hf_cb.core.output import SchedulerOutput, StepResult
+from hf_cb.core.output import UNKNOWN, SchedulerOutput, StepResult
 from hf_cb.core.reach import ALL, Reach
 from hf_cb.request import Choice, Request
 
@@ -55,11 +55,15 @@ class StubModel:
                 if block * size + i in before:
                     self._slots[copy * size + i] = before[block * size + i]
 
-    def step(self, output: SchedulerOutput, fails: bool = False) -> StepResult:
-        """Compute every row, write its slots, and sample where the row asks for it, unless it `fails` before that."""
+    def step(self, output: SchedulerOutput, fails: bool = False, latest: StepResult | None = None) -> StepResult:
+        """Compute every row, write its slots, and sample where the row asks for it, unless it `fails` before that.
+
+        `latest`: what the step before gave, where this one has UNKNOWN tokens.
+        """
         tokens: dict[int, int] = {}
         for row in output.rows:
             for position, token in enumerate(row.token_ids, row.start):
+                token = latest.tokens[row.request_id] if token == UNKNOWN else token
                 before = _SEED if position == 0 else self._slots[self._slot(row.block_table, position - 1)]
                 for group in range(len(self.reaches)):
                     self._slots[self._slot(row.block_table, position, group)] = _absorb(before, token)

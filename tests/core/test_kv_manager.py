@@ -215,7 +215,7 @@ class SharingMachine(RuleBasedStateMachine):
             age = self.age if before is None else before
             self.blocks[block] = (age if self._is_pure(seq, i) else -1, seq.request.service.cache_salt, tuple(of))
         seq.num_computed_tokens = end
-        self.kv.publish(seq)
+        self.kv.publish(seq, seq.num_computed_tokens)
         if end == seq.num_tokens:
             seq.tokens.append(then)
 

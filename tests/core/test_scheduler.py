@@ -242,7 +242,7 @@ def test_a_victim_that_had_its_tokens_in_this_step_loses_them():
 
 
 def _lose_a_running_sequence(scheduler):
-    scheduler._running.popitem()
+    scheduler._running._heads.popitem()
 
 
 def _lose_a_waiting_sequence(scheduler):

@@ -87,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.num_slots >= num_blocks // len(reaches) * block_size
         self.model = StubModel(block_size, reaches=reaches)
         self.live: dict[int, tuple[Request, list[int]]] = {}
+        self.flight: tuple[SchedulerOutput, StepResult] | None = None  # a step that is underway
         self.started: list[int] = []  # the requests in the order of their first tokens
 
     @rule(
@@ -148,10 +149,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self._schedule()
         self._update(output, self.model.step(output))
 
+    @rule(steps=st.integers(1, 6), data=st.data())
+    def steps_ahead(self, steps, data):
+        """Each is scheduled while the one before it is underway."""
+        for _ in range(steps):
+            output = self._schedule(ahead=True)
+            result = self.model.step(output, latest=None if self.flight is None else self.flight[1])
+            self.scheduler.advance(output)
+            self.scheduler.check()
+            if self.live and data.draw(st.integers(0, 9)) == 0:
+                self._abort(data.draw(st.sampled_from(sorted(self.live))))
+            flight, self.flight = self.flight, (output, result)
+            if flight is not None:
+                self._settle(*flight)
+            self.is_sound()
+
+    def _land(self):
+        if self.flight is not None:
+            flight, self.flight = self.flight, None
+            self._settle(*flight)
+
     @rule(data=st.data())
     @precondition(lambda self: self.live)
     def step_with_an_abort_in_it(self, data):
         output = self._schedule()
+        if not self.live:
+            return
         self._abort(data.draw(st.sampled_from(sorted(self.live))))
         self._update(output, self.model.step(output))
 
@@ -175,6 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def give_the_memory_back(self):
+        self._land()
         self.scheduler.preempt_all()
         assert self.scheduler.blocks_used == self.scheduler.num_running == 0
 
@@ -186,6 +210,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     def step_with_a_bad_row(self, data):
         output = self._schedule()
+        if not output.rows:
+            return
         bad = data.draw(st.sampled_from([row.request_id for row in output.rows]))
         result = self.model.step(output)
         result.tokens.pop(bad, None)
@@ -205,6 +231,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request.search is None:
                 assert scheduler.tokens_of(request_id) == (*request.prompt, *output)
                 continue
+            if self.flight is not None and request_id in self.flight[1].choices:
+                continue  # its choice is made, and not taken in
             seq = scheduler._sequences[request_id]
             rows = [(*seq.tokens, *tail) for tail in seq.tails] or [tuple(beam.tokens) for beam in seq.members]
             assert rows == [(*request.prompt, *row) for row in request.search.rows]
@@ -223,11 +251,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.fcfs:
             assert self.started == sorted(self.started)
 
-    def _schedule(self) -> SchedulerOutput:
+    def _schedule(self, ahead: bool = False) -> SchedulerOutput:
+        if not ahead:
+            self._land()
         output = self.scheduler.schedule()
         self.model.move(output)
         assert not (output.swap_in and output.swap_out)
-        assert bool(output.rows) == bool(self.live)
+        if self.flight is None:
+            assert bool(output.rows) == bool(self.live)
         assert output.num_scheduled_tokens == sum(len(row.token_ids) for row in output.rows) <= self.max_batch_tokens
         assert len(output.rows) <= self.scheduler.num_running <= self.max_batch_size
         assert not {row.request_id for row in output.rows} & set(output.preempted)
@@ -247,7 +278,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(row.block_table) // len(self.reaches) * self.block_size >= end
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> None:
-        for request_id, token, reason, error, _, best in self.scheduler.update(output, result):
+        self.scheduler.advance(output)
+        self._settle(output, result)
+
+    def _settle(self, output: SchedulerOutput, result: StepResult) -> None:
+        for request_id, token, reason, error, _, best in self.scheduler.settle(output, result):
             request, tokens = self.live[request_id]
             if best is not None:
                 assert best == search_alone(request, request.width, request.search.num_steps, self.reaches)

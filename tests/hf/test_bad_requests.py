@@ -41,6 +41,8 @@ SUBMIT_OPTIONS: list[tuple[str, Any]] = [
     *((name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, 2.5, "5", True)),
     *(("min_p", value) for value in (-0.1, 1.1, "5", float("nan"), True)),
     *(("repetition_penalty", value) for value in (0, -1.0, "5", float("nan"), float("inf"), True)),
+    *((name, value) for name in ("frequency_penalty", "presence_penalty") for value in ("5", float("nan"), float("inf"), True)),
+    *(("logit_bias", value) for value in (5, "5", {-1: 1.0}, {models.VOCAB: 1.0}, {3: "5"}, {3: float("inf")}, {"3": 1.0})),
     *(("suppress_tokens", value) for value in (-1, 2.5, "5", [3, -1], True)),
     *(("begin_suppress_tokens", value) for value in (2.5, [[3]])),
     *(("min_new_tokens", value) for value in (-1, 2.5, "5", True)),

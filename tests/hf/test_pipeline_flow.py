@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import subprocess
@@ -308,6 +309,27 @@ def test_uninstalled_while_results_are_taken() -> None:
     assert type(served) is type(plain)
     found += list(results)
     assert found == plain(TEXTS * 3, **GREEDY)
+
+
+def test_uninstalled_within_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread that has just entered a method of the installed pipeline, which is a plain one when it goes on."""
+    plain, served = pipe_of(), pipe_of()
+    hf_cb.install(served, max_batch_size=2)
+    inside, gone = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def tokenizing() -> Iterator[None]:
+        inside.set()
+        assert gone.wait(10)
+        yield
+
+    monkeypatch.setattr("hf_cb.hf.pipeline.tokenizing", tokenizing)
+    with ThreadPoolExecutor() as pool:
+        texts = pool.submit(served, TEXTS[:3], **GREEDY)
+        assert inside.wait(10)
+        hf_cb.uninstall(served)
+        gone.set()
+        assert texts.result() == plain(TEXTS[:3], **GREEDY)
 
 
 def test_the_models_vocabulary_is_that_of_the_texts() -> None:

@@ -11,6 +11,7 @@ import launching
 import pytest
 import tiny_chat
 import torch
+from processes import kill, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integrations.replica import gpus_of
@@ -102,8 +103,8 @@ def test_killed_at_random_moments_and_resumed(of_one_process, prompts, folder, t
         done = len(records(answers))
         target = chance.randrange(done, done + (160 - done) // (NUM_KILLS - turn + 1) + 1)
         with launching.Launch(2, *command) as running:
-            launching.wait_until(lambda r=running: len(r.ranks()) == 2 or r.has_ended, "no workers")
-            launching.wait_until(lambda r=running, n=target: len(records(answers)) >= n or r.has_ended, "no progress")
+            wait_until(lambda r=running: len(r.ranks()) == 2 or r.has_ended, "no workers")
+            wait_until(lambda r=running, n=target: len(records(answers)) >= n or r.has_ended, "no progress")
             assert not running.has_ended, running.wait()
             _kill(running, ("all", "rank", "launcher")[turn % 3])
         assert not answers.exists()
@@ -118,23 +119,23 @@ def test_killed_at_random_moments_and_resumed(of_one_process, prompts, folder, t
 
 def _kill(running: launching.Launch, whom: str) -> None:
     if whom == "all":
-        launching.kill(running.living())
+        kill(running.living())
     elif whom == "rank":
-        launching.kill([running.ranks()[1]])
+        kill([running.ranks()[1]])
         status, printed = running.wait()
         assert status != 0
         assert "rank      : 1 " in printed
         assert "SIGKILL" in printed
     else:
-        launching.kill([running.launcher.pid])
-        launching.wait_until(lambda: not running.ranks(), "orphans go on")
+        kill([running.process.pid])
+        wait_until(lambda: not running.ranks(), "orphans go on")
 
 
 def test_both_processes_take_their_share(of_one_process, prompts, folder, tmp_path):
     """By load: both have answered by the time half is done."""
     answers = tmp_path / "answers.jsonl"
     with launching.Launch(2, *arguments(prompts, answers, folder)) as running:
-        launching.wait_until(lambda: len(records(answers)) >= 80 or running.has_ended, "no progress")
+        wait_until(lambda: len(records(answers)) >= 80 or running.has_ended, "no progress")
         parts = list(answers.with_name(answers.name + ".parts").glob("part-*.jsonl"))
     assert {part.name.split("-")[1] for part in parts} == {"0", "1"}
 
@@ -168,8 +169,8 @@ def test_a_split_model_that_loses_a_rank_ends_and_goes_on(of_one_process, prompt
     answers = tmp_path / "answers.jsonl"
     command = arguments(prompts, answers, folder, "--tensor-parallel", "--in-hand", 3)
     with launching.Launch(2, *command) as running:
-        launching.wait_until(lambda: len(records(answers)) >= 20 or running.has_ended, "no progress")
-        launching.kill([running.ranks()[1]])
+        wait_until(lambda: len(records(answers)) >= 20 or running.has_ended, "no progress")
+        kill([running.ranks()[1]])
         status, printed = running.wait()
     assert status != 0
     assert "rank      : 1 " in printed

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.runtime.input_batch import InputBatch, build_input_batch
+from hf_cb.runtime.streams import streams_of
 
 CPU = torch.device("cpu")
 
 
 def build(rows: list[ScheduledRow], block_size: int) -> InputBatch:
-    return build_input_batch(SchedulerOutput(tuple(rows), sum(len(row.token_ids) for row in rows)), block_size, CPU)
+    return build_input_batch(SchedulerOutput(tuple(rows), sum(len(row.token_ids) for row in rows)), block_size, streams_of(CPU))
 
 
 def test_by_hand() -> None:
@@ -108,7 +109,7 @@ def test_logits_of_prompts() -> None:
         ScheduledRow(3, 0, (16, 17), (4,), True),
     )
     wanted = {1: lambda start, end: range(max(start, 4), min(end, 6)), 3: lambda start, end: range(start, start)}
-    batch = build_input_batch(SchedulerOutput(rows, 7), 4, CPU, wanted)
+    batch = build_input_batch(SchedulerOutput(rows, 7), 4, streams_of(CPU), wanted)
     assert batch.sampling_ids == (2, 3)
     assert batch.prompt_parts == ((1, 4, 2),)
     assert batch.logits_indices.tolist() == [0, 6, 2, 3]
@@ -119,7 +120,7 @@ def test_groups_of_layers_have_tables_of_their_own() -> None:
         ScheduledRow(1, 3, (5, 6), (7, 1, 2, 9, 4, 3), True),  # three groups: blocks 7 and 9, 1 and 4, 2 and 3
         ScheduledRow(2, 0, (8,), (10, 11, 12), True),
     )
-    batch = build_input_batch(SchedulerOutput(rows, 3), 4, CPU, num_groups=3)
+    batch = build_input_batch(SchedulerOutput(rows, 3), 4, streams_of(CPU), num_groups=3)
     assert [step.block_table.tolist() for step in batch.steps] == [
         [[7, 9], [10, 0]],
         [[1, 4], [11, 0]],

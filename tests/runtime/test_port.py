@@ -14,6 +14,7 @@ from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
+from hf_cb.runtime.streams import streams_of
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ def output(*rows: ScheduledRow) -> SchedulerOutput:
     return SchedulerOutput(rows, sum(len(row.token_ids) for row in rows))
 
 
-STEP = build_input_batch(output(ScheduledRow(1, 0, (5, 6, 7), (0,), True)), 4, CPU).steps[0]
+STEP = build_input_batch(output(ScheduledRow(1, 0, (5, 6, 7), (0,), True)), 4, streams_of(CPU)).steps[0]
 Q, K, V = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 6)
 SPECS = [spec(), spec(window=4), spec()]
 
@@ -146,13 +147,13 @@ def test_modules_and_specs_must_pair_up() -> None:
 def test_every_layer_has_its_own_shape_and_dtype() -> None:
     specs = [spec(), spec(num_kv_heads=1, head_size=16, value_head_size=4, dtype=torch.bfloat16)]
     cache = KVCache(specs, 5, 4)
-    assert [(kv.k.shape, kv.v.shape, kv.k.dtype) for kv in cache.layers] == [  # and a block of zeros
-        ((6, 4, 2, 8), (6, 4, 2, 6), torch.float32),
-        ((6, 4, 1, 16), (6, 4, 1, 4), torch.bfloat16),
+    assert [(kv.k.shape, kv.v.shape, kv.k.dtype) for kv in cache.layers] == [  # and two more, see KVCache
+        ((7, 4, 2, 8), (7, 4, 2, 6), torch.float32),
+        ((7, 4, 1, 16), (7, 4, 1, 4), torch.bfloat16),
     ]
     assert all(not kv.k.any() and not kv.v.any() for kv in cache.layers)
     sizes = [t.numel() * t.itemsize for kv in cache.layers for t in kv]
-    assert sum(sizes) == 6 * 4 * sum(s.bytes_per_token for s in specs)
+    assert sum(sizes) == 7 * 4 * sum(s.bytes_per_token for s in specs)
 
 
 # -- the runner -----------------------------------------------------------------------------------------------------------

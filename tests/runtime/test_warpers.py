@@ -21,7 +21,7 @@ from transformers import (
 
 from hf_cb.request import SamplingParams
 from hf_cb.runtime.head import HEADS, filter_by_head
-from hf_cb.runtime.warpers import SeenTokens, forbid, penalise_repetition, warp
+from hf_cb.runtime.warpers import SeenTokens, bias, forbid, penalise_presence, penalise_repetition, warp
 
 OPTIONS = st.builds(
     SamplingParams,
@@ -120,3 +120,28 @@ def test_a_tie_at_the_last_of_top_k() -> None:
     want = by_transformers(scores.clone(), params)
     assert want.isfinite().sum() == 2
     assert torch.equal(warp(scores.clone(), [params]), want)
+
+
+def test_biases_and_penalties_of_the_output() -> None:
+    """Against a sum for each token, at places inside the vocabulary alone; rows that ask for nothing stay as they are."""
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(4, 50, generator=generator)
+    output = torch.randint(0, 50, (4, 60), generator=generator).tolist()
+    params = [SamplingParams(frequency_penalty=f, presence_penalty=p) for f, p in ((0.7, 0.0), (0.0, 1.9), (-0.3, 0.4))]
+    seen = [SeenTokens() for _ in params]
+    for tokens, row in zip(output, seen, strict=False):
+        for token in (*tokens, 1000):
+            row.add(token)
+    biases = [(1, ((3, 2.5), (7, -100.0), (50, 1.0))), (3, ((0, -1.5),))]
+    want = scores.clone()
+    for row, pairs in biases:
+        for token, value in pairs:
+            if token < 50:
+                want[row, token] += value
+    for i, p in enumerate(params):
+        for token in set(output[i]):
+            want[i, token] -= p.frequency_penalty * output[i].count(token) + p.presence_penalty
+    bias(scores, biases)
+    penalise_presence(scores, [(i, p, s) for i, (p, s) in enumerate(zip(params, seen, strict=True))])
+    assert torch.equal(scores[3], want[3])
+    torch.testing.assert_close(scores, want)

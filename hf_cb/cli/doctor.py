@@ -1,4 +1,4 @@
-"""The command `hf-cb`."""
+"""`hf-cb doctor`: print what hf_cb.doctor finds."""
 
 from __future__ import annotations
 
@@ -6,40 +6,31 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_cb.cli.arguments import Commands, add_command, add_device, device_of
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run it. Returns the exit status: 0, or 1 if something is not well."""
-    parser = argparse.ArgumentParser(prog="hf-cb", description="Continuous batching for Hugging Face models.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor = commands.add_parser(
+
+def add_to(commands: Commands) -> None:
+    """Make it one of the commands."""
+    parser = add_command(
+        commands,
         "doctor",
-        help="look whether hf_cb works on this machine, and how well",
-        description="Print the environment, the attention that is chosen and why, whether it is right, and how fast it is.",
-        epilog="Example: hf-cb doctor --device cuda --json report.json",
+        "look whether hf_cb works on this machine, and how well",
+        "Print the environment, the attention that is chosen and why, whether it is right, and how fast it is.",
+        "  hf-cb doctor\n  hf-cb doctor --device cuda:1 --json report.json\n",
     )
-    doctor.add_argument("--device", help="such as cpu, cuda, cuda:1; default: the GPU if there is one")
-    doctor.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
-    doctor.set_defaults(run=_doctor)
-    args = parser.parse_args(argv)
-    status: int = args.run(args)
-    return status
+    add_device(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
+    parser.set_defaults(run=run)
 
 
-def _doctor(args: argparse.Namespace) -> int:
-    import torch
-
+def run(args: argparse.Namespace) -> int:
+    """0, or 1 if something is not well."""
     from hf_cb.doctor import Report, examine
 
-    try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        print(f"hf-cb: --device: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
+    device = device_of(args)
     report: Report = examine(device, lambda part: print(f"... {part}", file=sys.stderr))
     print("\n".join(_lines(report)))
     if args.json:
@@ -61,7 +52,3 @@ def _lines(report: Any) -> list[str]:
             f"{speed['memory_gb_per_second']:.0f} GB/s that this device reads"
         )
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The command `hf-cb`: one file per command, and what they share."""

@@ -1,0 +1,99 @@
+"""Arguments that several commands take, and the model that they name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hf_cb.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_cb.server.models import ServedModel
+
+MODEL = "id on the Hugging Face Hub, or a folder"
+API_KEY = "HF_CB_API_KEY"
+"""The environment variable with the key that clients send, where no option gives one."""
+
+Commands = Any  # argparse names the class of its subparsers, but not in public
+
+
+def add_command(commands: Commands, name: str, help: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser for the command `name`, whose help ends with examples."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """How a model is loaded."""
+    add_device(parser)
+    parser.add_argument("--dtype", default="auto", help="such as float32, bfloat16 (default: the model's own)")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Where to compute."""
+    parser.add_argument("--device", help="such as cpu, cuda, cuda:1 (default: the GPU if there is one)")
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """The one that was asked for. Raises InvalidArgumentError if it isn't there."""
+    import torch
+
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidArgumentError(f"--device: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    """What a client of a server shows."""
+    parser.add_argument(
+        "--api-key", metavar="KEY", default=os.environ.get(API_KEY), help=f"of the server (default: ${API_KEY})"
+    )
+
+
+def count(text: str) -> int:
+    """An integer of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"takes an integer >= 1; got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A number of seconds above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"takes seconds > 0; got {text!r}")
+    return value
+
+
+def load(source: str, args: argparse.Namespace, name: str | None = None, **options: Any) -> ServedModel:
+    """The model that a command names, with an engine. Raises InvalidArgumentError if there is none that can be loaded."""
+    from hf_cb.server.models import load_model
+
+    device = str(device_of(args))
+    path = os.path.expanduser(source)
+    if path.startswith((os.sep, os.curdir)) and not os.path.isdir(path):
+        raise InvalidArgumentError(f"{source}: there is no such folder; a model is an {MODEL}")
+    print(f"loading {source}", file=sys.stderr)
+    try:
+        return load_model(path, name, device=device, dtype=args.dtype, **options)
+    except InvalidArgumentError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # from_pretrained's, of many lines
+        first = str(error).strip().partition("\n")[0]
+        raise InvalidArgumentError(f"{source}: can't be loaded as a model ({first}); it takes an {MODEL}") from error

@@ -1,0 +1,99 @@
+"""Conversation: what was said in a chat, and how the next answer is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_cb.errors import InvalidArgumentError
+from hf_cb.handle import GenerationHandle
+from hf_cb.text import stream_text
+
+if TYPE_CHECKING:
+    from hf_cb.server.models import ServedModel
+
+INTEGERS = ("max_new_tokens", "top_k", "seed")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+SETTINGS = (*INTEGERS, *NUMBERS)
+"""What can be set of an answer: options of `Engine.submit`; a temperature of 0 takes the most probable token each time."""
+
+
+class Conversation:
+    """A chat with one model. Not for several threads."""
+
+    def __init__(self, served: ServedModel, system: str | None = None, settings: Mapping[str, float] | None = None) -> None:
+        """Raises InvalidArgumentError for a model that has no chat template."""
+        if not served.tokenizer.chat_template:
+            raise InvalidArgumentError(f"{served.name}: has no chat template; run takes a model that is made for chats")
+        self.system = system
+        self.settings: dict[str, float] = dict(settings or {})
+        self._served = served
+        self._said: list[dict[str, str]] = []
+
+    def ask(self, question: str) -> Answer:
+        """Put a question. It counts as said once its answer has `settle`d."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, *self._said, {"role": "user", "content": question}]
+        try:
+            encoded = self._served.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template is a program of the model's, and refuses in ways of its own
+            raise InvalidArgumentError(f"the model's chat template does not take this conversation: {error}") from error
+        handle = self._served.engine.submit(encoded["input_ids"], **self._options())
+        return Answer(handle, self._served.tokenizer)
+
+    def settle(self, question: str, answer: str) -> None:
+        """Remember what was said."""
+        self._said += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        """Forget what was said; the system prompt and the settings stay."""
+        self._said.clear()
+
+    def set(self, name: str, text: str) -> None:
+        """Set one of `SETTINGS`. Raises InvalidArgumentError."""
+        if name not in SETTINGS:
+            raise InvalidArgumentError(f"{name}: no such setting; there are {', '.join(SETTINGS)}")
+        try:
+            self.settings[name] = int(text) if name in INTEGERS else float(text)
+        except ValueError:
+            kind = "an integer" if name in INTEGERS else "a number"
+            raise InvalidArgumentError(f"{name}: takes {kind}; got {text!r}") from None
+
+    def _options(self) -> dict[str, Any]:
+        temperature = self.settings.get("temperature")
+        if temperature is None:
+            return {**self.settings}
+        if temperature == 0:
+            return {"do_sample": False, **{name: value for name, value in self.settings.items() if name not in _DRAWING}}
+        return {"do_sample": True, **self.settings}
+
+
+_DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+class Answer:
+    """An answer that is coming: iterate it for pieces of its text. `text`: what has come."""
+
+    def __init__(self, handle: GenerationHandle, tokenizer: Any) -> None:
+        self.text = ""
+        self._handle = handle
+        self._tokenizer = tokenizer
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for piece in stream_text(self._handle, self._tokenizer):
+                self.text += piece
+                yield piece
+        finally:
+            self._handle.cancel()  # whoever stops listening frees what the engine holds for it
+
+    def cancel(self) -> None:
+        """Stop it. One that has ended stays as it is."""
+        self._handle.cancel()
+
+    def figures(self) -> str:
+        """How long it was and took, of one that has ended."""
+        result = self._handle.result()
+        first, after = result.first_token_at - result.submitted_at, result.finished_at - result.first_token_at
+        rate = f", then {(len(result.tokens) - 1) / after:.1f} tokens/s" if len(result.tokens) > 1 and after > 0 else ""
+        return f"{len(result.tokens)} tokens: {first:.2f} s to the first{rate}"

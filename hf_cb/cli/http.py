@@ -1,0 +1,94 @@
+"""Http: a server's address and key, and what is asked of it. The standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from hf_cb.errors import InvalidArgumentError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True, slots=True)
+class Http:
+    """`url`: such as http://127.0.0.1:8000. `timeout`: seconds without a byte. Raises InvalidArgumentError for another form.
+
+    All methods raise ConnectionError, in one line that says what to do. Any number of threads may use one.
+    """
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidArgumentError(f"URL: takes the address of a server, such as {DEFAULT_URL}; got {self.url!r}")
+
+    def get(self, path: str) -> str:
+        """The body of an answer."""
+        connection, response = self._ask("GET", path, None)
+        with connection, self._reading():
+            return response.read().decode("utf-8", "replace")
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of an answer by SSE, up to [DONE]."""
+        connection, response = self._ask("POST", path, json.dumps(body).encode())
+        with connection, self._reading():
+            while line := response.readline():
+                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                    yield json.loads(data)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            raise ConnectionError(f"{self.url}: the answer broke off ({error or type(error).__name__})") from error
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> tuple[_Connection, http.client.HTTPResponse]:
+        parts = urlsplit(self.url)
+        cls = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
+        connection = _Connection(cls(parts.hostname or "", parts.port, timeout=self.timeout))
+        try:
+            connection.inner.request(method, parts.path.rstrip("/") + path, body, headers)
+            response = connection.inner.getresponse()
+            if response.status == 200:
+                return connection, response
+            reason = _reason(response)
+        except (OSError, http.client.HTTPException) as error:
+            connection.inner.close()
+            raise ConnectionError(
+                f"{self.url}: can't be reached ({error or type(error).__name__}); `hf-cb serve MODEL` starts a server"
+            ) from error
+        connection.inner.close()
+        if response.status in (401, 403):
+            reason += "; --api-key or $HF_CB_API_KEY gives a key"
+        raise ConnectionError(f"{self.url}{path}: {response.status} {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """Closes at the end of a with block."""
+
+    inner: http.client.HTTPConnection
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self.inner.close()
+
+
+def _reason(response: http.client.HTTPResponse) -> str:
+    """The message of an error in OpenAI's shape, else what HTTP calls it."""
+    try:
+        return str(json.loads(response.read(1 << 16))["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.reason

@@ -1,0 +1,122 @@
+"""ContinuousBatchingBackend: the calls of all threads as requests to one engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_cb.backend import GenerationBackend, plain_generate
+from hf_cb.config import CBConfig
+from hf_cb.engine import Engine, Served
+from hf_cb.errors import EngineClosedError, UnsupportedCallError, UnsupportedModelError
+from hf_cb.hf.build import build
+from hf_cb.hf.generate import generate, why_native
+from hf_cb.hf.rules import GoNativeError
+from hf_cb.hf.support import UnservableError
+from hf_cb.hf.twin import Fingerprint
+from hf_cb.request import Service
+from hf_cb.runtime.threads import release_pool
+
+logger = logging.getLogger("hf_cb")
+
+_ROWS_IN_FLIGHT = 128  # of one caller with many: enough for full batches, few enough for a thread each
+
+
+class ContinuousBatchingBackend(GenerationBackend):
+    """Calls from all threads share the batches of one engine; what it cannot serve runs natively, exactly."""
+
+    engine: Engine
+
+    def __init__(self, model: PreTrainedModel, config: CBConfig) -> None:
+        super().__init__(model, config)
+        self._is_detached = False
+        self._fingerprint: Fingerprint | None = None
+
+    def renew_locks(self) -> None:
+        """Make the locks; anew in a forked child."""
+        super().renew_locks()
+        self._freshness_lock = threading.Lock()
+
+    def attach(self) -> None:
+        """Make and probe the twin. A model that cannot be served is attached all the same: all of its calls run natively."""
+        fingerprint, served, reason = self._build()
+        refresh = weakref.WeakMethod(self._refresh)  # an engine does not keep its backend, nor the model, alive
+        self.engine = Engine(served, self.config, reason, refresh)
+        self._fingerprint = fingerprint
+
+    def detach(self) -> None:
+        """Finish the requests there are and end the engine's thread."""
+        self._is_detached = True
+        self.engine.shutdown(drain=True)
+
+    def why_not(self, call: dict[str, Any]) -> str | None:
+        """The engine's reason for the model, or the call's own."""
+        if self._own_generate not in (None, plain_generate(self.model)):  # a copy of an installed model has the latter
+            return "the model has a generate of its own"
+        return self.engine.unsupported_reason or why_native(self.model, call)
+
+    def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
+        """Through the engine where it can, else natively with the reason counted and logged."""
+        self.engine.refuse_own_thread("generate")
+        if self.engine.is_paused_by_caller:
+            reason: str | None = "this thread has paused the engine"
+        else:
+            self._refresh()
+            reason = self.why_not(arguments)
+        if reason is None:
+            try:
+                return generate(self.engine, self.model, self.original, arguments, seed, service)
+            except (GoNativeError, UnsupportedModelError) as error:  # the latter: another caller's refresh came between
+                reason = str(error)
+            except EngineClosedError:
+                if not self._is_detached:
+                    raise
+                return self.plain(arguments, seed)  # as a call that came a moment later
+        if self.engine.is_tensor_parallel:
+            raise UnsupportedCallError(f"the engine cannot serve this call ({reason}), and plain generate() needs all ranks")
+        if self.config.fallback == "error":
+            raise UnsupportedCallError(f"the engine cannot serve this call ({reason}) and fallback='error'")
+        self.engine.count_native(reason)
+        logger.debug("generate runs natively: %s", reason)
+        try:
+            return self.plain(arguments, seed)
+        finally:
+            release_pool()
+
+    def rows_in_flight(self, call: dict[str, Any]) -> int:
+        """Twice what a batch holds: those at the end of one wait for the slowest before them."""
+        self.engine.refuse_own_thread("generate")
+        config = self.engine.config
+        if config is None or self.engine.is_paused_by_caller or self.why_not(call) is not None:
+            return 1
+        return min(_ROWS_IN_FLIGHT, 2 * config.max_batch_size, self.config.max_queue_size or _ROWS_IN_FLIGHT)
+
+    def _build(self) -> tuple[Fingerprint, Served | None, str | None]:
+        with self._plain_lock:  # a plain call in flight may have switched the model's settings for its duration
+            fingerprint = Fingerprint.of(self.model)
+            try:
+                return fingerprint, build(self.model, self.config), None
+            except UnservableError as error:
+                logger.info("the engine cannot serve %s: %s", type(self.model).__name__, error)
+                return fingerprint, None, str(error)
+
+    def _is_fresh(self) -> bool:
+        if self.engine.is_tensor_parallel:  # its layers exchange their weights as they run; and no rank can rebuild alone
+            return True
+        return self._fingerprint is not None and self._fingerprint.matches(Fingerprint.of(self.model))
+
+    def _refresh(self) -> None:
+        """Rebuild the twin if the model has changed in a way that sharing weights does not follow."""
+        if self._is_fresh():
+            return
+        with self._freshness_lock:
+            if self._is_fresh():  # another caller has done it
+                return
+            logger.info("the model's modules have changed: rebuilding the twin")
+            fingerprint, served, reason = self._build()
+            self.engine.serve(served, reason)
+            self._fingerprint = fingerprint  # last: until then nobody may take the old twin for fresh

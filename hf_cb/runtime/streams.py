@@ -1,0 +1,146 @@
+"""Streams: how the host and the device of a model hand things to each other.
+
+On a CUDA device nothing here waits: inputs go up from pinned memory, sampled tokens come down while the device is already at
+the next step, and blocks are swapped on a stream of their own, with events that keep the order. What is computed goes to the
+stream that is current on the engine's thread. That is the device's default stream, and with it the one on which a user's code
+writes to the weights: so their order is kept, too. On other devices the same calls just copy.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 16  # bytes: of each array in an upload
+_DTYPES = {"int32": torch.int32, "int64": torch.int64}
+
+
+class Download(abc.ABC):
+    """Tensors on their way to the host."""
+
+    @abc.abstractmethod
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """They are here now, on the CPU."""
+
+
+class Streams(abc.ABC):
+    """Of one device. `waits`: whether a copy is done when the call returns."""
+
+    waits: bool
+
+    @abc.abstractmethod
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Each int32 or int64 array, one or more, as a tensor on the device. They are not to be changed afterwards."""
+
+    @abc.abstractmethod
+    def download(self, *tensors: torch.Tensor) -> Download:
+        """Begin to bring tensors of the device to the host, as they are when all that was queued before is done."""
+
+    @abc.abstractmethod
+    def swapping(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Within it, blocks are copied between `device` and the host: after what was queued on the device before, and before
+        what will be queued after it."""
+
+
+class HostStreams(Streams):
+    """Of a CPU, or of a device for which torch's plain calls, which return when the copy is done, are good enough."""
+
+    waits = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """See Streams."""
+        return [torch.from_numpy(array).to(self._device) for array in arrays]
+
+    def download(self, *tensors: torch.Tensor) -> Download:
+        """See Streams."""
+        return _Here(tensors)
+
+    def swapping(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """See Streams."""
+        return contextlib.nullcontext()
+
+
+class _Here(Download):
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.cpu() for tensor in self._tensors)
+
+
+class CudaStreams(Streams):
+    """Of a CUDA device."""
+
+    waits = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._swapping: dict[torch.device, torch.cuda.Stream] = {}
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """All in one copy, from memory that torch takes back when that is done."""
+        ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
+        host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True)
+        starts = [0, *ends[:-1].tolist()]
+        for array, part in zip(arrays, _parts(arrays, host, starts), strict=True):
+            part.numpy()[...] = array
+        return _parts(arrays, host.to(self._device, non_blocking=True), starts)
+
+    def download(self, *tensors: torch.Tensor) -> Download:
+        """See Streams."""
+        there = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors)
+        for target, tensor in zip(there, tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self._device))
+        return _Coming(there, done)
+
+    @contextlib.contextmanager
+    def swapping(self, device: torch.device) -> Iterator[None]:
+        """See Streams."""
+        if device.type != "cuda":
+            yield
+            return
+        computing = torch.cuda.current_stream(device)
+        if device not in self._swapping:
+            self._swapping[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        swapping = self._swapping[device]
+        swapping.wait_stream(computing)  # what is copied out may just be being written
+        with torch.cuda.stream(swapping):
+            yield
+        computing.wait_stream(swapping)  # the blocks are about to be written to, or read
+
+
+class _Coming(Download):
+    def __init__(self, tensors: tuple[torch.Tensor, ...], done: torch.cuda.Event) -> None:
+        self._tensors, self._done = tensors, done
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        self._done.synchronize()
+        return self._tensors
+
+
+def _parts(arrays: Sequence[np.ndarray], memory: torch.Tensor, starts: Sequence[int]) -> list[torch.Tensor]:
+    """The places of the arrays in memory [bytes] uint8, as tensors of their dtypes and shapes."""
+    return [
+        memory[start : start + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]
+
+
+def to_device(values: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A few numbers as a tensor, without waiting for the device."""
+    host = torch.as_tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Those of a device."""
+    return CudaStreams(device) if device.type == "cuda" else HostStreams(device)

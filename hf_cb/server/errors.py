@@ -1,0 +1,143 @@
+"""What goes wrong, in the shape that OpenAI's clients know: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from hf_cb.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineOverloadedError,
+    InvalidArgumentError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    RequestTooLongError,
+)
+
+logger = logging.getLogger("hf_cb.server")
+
+RETRY_AFTER = {"retry-after": "1"}  # seconds
+
+
+class ErrorDetail(BaseModel):
+    """`param`: the field that is at fault, such as messages[0].content."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is none."""
+
+    error: ErrorDetail
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An answer with this status."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        detail = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": detail}
+
+    def response(self) -> JSONResponse:
+        """As an answer."""
+        return JSONResponse(self.body(), self.status, dict(self.headers))
+
+
+class ClientGoneError(Exception):
+    """Who asked has left, or does not take what it is sent: there is nobody to answer."""
+
+
+def refused(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """A request that can't be served as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str) -> ApiError:
+    """The same request may be served later, or by another server."""
+    return ApiError(503, message, "server_error", code="unavailable", headers=RETRY_AFTER)
+
+
+def api_error(error: BaseException, params: Mapping[str, str] | None = None) -> ApiError:
+    """Any error as an answer. `params`: the engine's names of arguments -> the client's fields."""
+    if isinstance(error, ApiError):
+        return error
+    message = str(error)
+    if isinstance(error, InvalidArgumentError):
+        name, colon, rest = message.partition(": ")
+        field_ = (params or {}).get(name, name) if colon else None
+        code = "context_length_exceeded" if isinstance(error, RequestTooLongError) else None
+        return refused(field_, f"{field_}: {rest}" if colon else message, code)
+    if isinstance(error, EngineOverloadedError):
+        return ApiError(429, message, "rate_limit_error", code="overloaded", headers=RETRY_AFTER)
+    if isinstance(error, RequestTimeoutError):
+        if message.startswith("queue_timeout"):
+            return unavailable(message)
+        return ApiError(504, message, "timeout_error", code="timeout", headers={"x-should-retry": "false"})
+    if isinstance(error, (EngineClosedError, EngineDeadError, RequestCancelledError)):
+        return unavailable(message)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "the request failed; the server's log says why", "server_error")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Give all of the application's errors this shape."""
+
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        return api_error(error).response()
+
+    async def on_invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _invalid(error.errors()).response()
+
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        code = "not_found" if error.status_code == 404 else None
+        return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code).response()
+
+    app.add_exception_handler(ApiError, on_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+
+
+_NO_FIELD = re.compile(r"str$|constrained-|list\[|function-|nullable|[A-Z]|\[key\]")  # parts of a place that name a type
+_OWN = re.compile(r"Value error, (\w+): (.*)", re.DOTALL)
+
+
+def _invalid(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's errors, but for a union the one of the member that went farthest."""
+    of_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    worst = max(of_field, key=lambda error: (len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]))
+    place, message = list(worst["loc"]), worst["msg"]
+    if worst["type"] == "json_invalid":
+        return refused(None, f"the body is not JSON: {worst['ctx']['error']}")
+    if place == ["body"] and worst["type"] in ("missing", "model_attributes_type", "dict_type", "model_type"):
+        return refused(None, "the body takes a JSON object, with the header content-type: application/json")
+    fields = [part for part in place[1:] if isinstance(part, int) or not _NO_FIELD.match(part)]
+    if own := _OWN.fullmatch(message):
+        fields, message = [*fields, own[1]], own[2]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fields).lstrip(".")
+    if worst["type"] == "extra_forbidden":
+        return refused(param, f"{param}: this server has no such field", "unknown_parameter")
+    return refused(param or None, f"{param}: {message[0].lower()}{message[1:]}")

@@ -1,0 +1,276 @@
+"""The whole engine with CUDA graphs, emulated strictly on the CPU: every token is plain `generate()`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import crowd
+import emulators
+import graph_emulator
+import models
+import pytest
+import torch
+from graph_emulator import Device
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+
+import hf_cb
+from hf_cb.runtime import graphs
+
+pytestmark = pytest.mark.timeout(60)
+
+LENGTHS = (3, 17, 9, 26, 5)
+NEW = (14, 9, 20, 6, 16)  # rows leave one after the other: the batch passes through several sizes
+KERNELS = {"flash_attn_2": 256, "flash_attn_3": 4, "flash_attn_4": 4}
+
+
+@pytest.fixture(autouse=True)
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_FEWEST_KEYS", 8)  # so that rows of a few dozen tokens pass through several sizes
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with emulators.installed("flash_attn_3", (torch.float32,)), graph_emulator.emulated() as device:
+        yield device
+
+
+def options(**more: Any) -> dict[str, Any]:
+    own = {"attention_backend": "flash_attn_3", "block_size": 4, "num_blocks": 64, "pack_memory": 0}
+    return {**own, "overlap": True, **more}  # as on a GPU
+
+
+def prompts(seed: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, models.VOCAB, (1, n), generator=generator) for n in LENGTHS]
+
+
+def plain(model: PreTrainedModel, **options: Any) -> list[list[int]]:
+    asked = zip(prompts(), NEW, strict=True)
+    return [type(model).generate(model, p, max_new_tokens=n, **options)[0].tolist() for p, n in asked]
+
+
+def ask_all(engine: hf_cb.Engine, model: PreTrainedModel, **options: Any) -> list[list[int]]:
+    calls = [
+        lambda p=p, n=n: model.generate(p, max_new_tokens=n, **options)[0].tolist() for p, n in zip(prompts(), NEW, strict=True)
+    ]
+    return crowd.answers(engine, calls)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text"])
+def test_same_tokens_through_each_kernel(kernel: str, name: str) -> None:
+    model = models.tiny(name, head_dim=16)
+    want = plain(model)
+    with emulators.installed(kernel, (torch.float32,)), graph_emulator.emulated() as device:
+        own = options(attention_backend=kernel, block_size=KERNELS[kernel], overlap=name != "llama")
+        with hf_cb.continuous_batching(model, **own) as engine:
+            assert ask_all(engine, model) == want
+            alone = model.generate(prompts()[2], max_new_tokens=NEW[2])[0].tolist()
+            assert alone == want[2]
+            stats = engine.stats()
+        assert stats.native_calls == {}
+        assert stats.graphs > 2, stats.graph_reason
+        assert device.events.count("replay") > 20
+
+
+MORE = {
+    "preemption": {"num_blocks": 17},
+    "swapping": {"num_blocks": 17, "swap_space": "1MiB"},
+    "chunks": {"max_batch_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
+def test_preemption_and_chunks(device: Device, more: dict[str, Any]) -> None:
+    model = models.tiny("llama", head_dim=16)
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options(**more)) as engine:
+        for _ in range(2):
+            assert ask_all(engine, model) == want
+        stats = engine.stats()
+    assert stats.graphs > 0, stats.graph_reason
+    assert stats.preemptions > 0 or "max_batch_tokens" in more
+    assert stats.swaps > 0 or "swap_space" not in more
+
+
+def test_prefixes(device: Device) -> None:
+    model = models.tiny("llama", head_dim=16)
+    want = [tokens[n:] for tokens, n in zip(plain(model), LENGTHS, strict=True)]
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        for _ in range(3):
+            handles = [engine.submit(p, max_new_tokens=n) for p, n in zip(prompts(), NEW, strict=True)]
+            assert [list(handle.result().tokens) for handle in handles] == want
+        assert engine.stats().graphs > 0
+        assert engine.stats().prefix_hits > 0
+
+
+def test_windows_in_groups_of_layers(device: Device) -> None:
+    """Blocks that a group has given back are the block of zeros in its table, and the others' are not."""
+    model = models.tiny(
+        "gemma3_text", head_dim=16, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
+    )
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        assert len(engine._served.machinery.cache.layout.groups) > 1
+        for _ in range(2):
+            assert ask_all(engine, model) == want
+        assert engine.stats().graphs > 2
+        cache = engine._served.machinery.cache
+        for part in (part for pair in cache.tensors for part in pair):
+            assert not part[cache.num_blocks].any(), "rows that only fill up write elsewhere"
+            assert part[cache.scratch_block, 0].any()
+            assert not part[cache.scratch_block, 1:].any()
+
+
+@pytest.mark.parametrize("more", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 12}])
+def test_beams_and_samples(device: Device, more: dict[str, Any]) -> None:
+    """Beams keep logits of earlier steps: those are not the graph's."""
+    model = models.tiny("llama", head_dim=16)
+
+    def ask(generate: Any) -> list[list[int]]:
+        torch.manual_seed(5)
+        return [generate(p, max_new_tokens=n, **more).tolist() for p, n in zip(prompts(), NEW, strict=True)]
+
+    want = [
+        type(model).generate(model, p, max_new_tokens=n, num_beams=3)[0].tolist() for p, n in zip(prompts(), NEW, strict=True)
+    ]
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        if "num_beams" in more:
+            assert ask_all(engine, model, **more) == want
+        with_graphs = ask(model.generate)
+        assert engine.stats().graphs > 1
+    with hf_cb.continuous_batching(model, **options(graph_memory=0)) as engine:
+        assert ask(model.generate) == with_graphs
+        assert (engine.stats().graphs, engine.stats().graph_reason) == (0, "graph_memory is 0")
+
+
+def test_memory_given_back_and_taken_again(device: Device) -> None:
+    model = models.tiny("llama", head_dim=16)
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        assert ask_all(engine, model) == want
+        free, graphs_before = device.free, engine.stats().graphs
+        assert graphs_before > 0
+        with engine.pause(release_kv=True):
+            assert engine.stats().graphs == 0
+            assert device.free > free
+        for _ in range(2):
+            assert ask_all(engine, model) == want
+        assert engine.stats().graphs >= graphs_before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["in place", "through .data", "another storage"])
+def test_weights_that_change(device: Device, how: str) -> None:
+    """Graphs read new numbers where the old ones were; new addresses need new graphs."""
+    model = models.tiny("llama", head_dim=16)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        want = plain(model)
+        for _ in range(3):  # until every size has come often enough
+            assert ask_all(engine, model) == want
+        captures = device.events.count("capture")
+        with engine.pause():
+            for parameter in model.parameters():
+                if how == "in place":
+                    parameter.mul_(1.1)
+                elif how == "through .data":
+                    parameter.data.mul_(1.1)
+                else:
+                    parameter.data = parameter.data * 1.1
+        assert ask_all(engine, model) == plain(model)
+        again = device.events.count("capture") - captures
+        assert (again > 0) == (how == "another storage")
+
+
+@pytest.mark.filterwarnings("ignore:Already unmerged:UserWarning")
+def test_adapters_merged_meanwhile(device: Device) -> None:
+    """Whether they are, PEFT's layers ask in Python: what was captured before would add them twice."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(models.tiny("llama", head_dim=16), config).eval()
+    prompt, asked = prompts()[3], {"max_new_tokens": 12}
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        own = model.get_base_model()
+        for change in (lambda: None, model.merge_adapter, model.unmerge_adapter):
+            with engine.pause():
+                change()
+            want = type(own).generate(own, prompt, **asked).tolist()
+            assert own.generate(prompt, **asked).tolist() == want
+            assert engine.stats().graphs > 0
+        assert engine.stats().native_calls == {}
+
+
+def test_a_capture_that_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.tiny("llama", head_dim=16)
+    want = plain(model)
+    device.broken = True
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        assert ask_all(engine, model) == want
+        assert engine.stats().graphs == 0
+        assert "operation failed due to a previous error" in engine.stats().graph_reason
+        assert device.events.count("capture") == 1, "it is the model: no other size is tried"
+    assert sum("can't be captured" in record.message for record in caplog.records) == 1
+
+
+def test_a_later_capture_that_fails(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """Its sizes run without for good; the graphs that there are stay in use."""
+    model = models.tiny("llama", head_dim=16)
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        model.generate(prompts()[0], max_new_tokens=12)
+        graphs_before = engine.stats().graphs
+        assert graphs_before > 0
+        device.broken = True
+        replays = device.events.count("replay")
+        for _ in range(2):
+            assert ask_all(engine, model) == want
+        assert model.generate(prompts()[0], max_new_tokens=NEW[0])[0].tolist() == want[0]
+        assert engine.stats().graphs == graphs_before
+        assert "could not be captured" in engine.stats().graph_reason
+        assert device.events.count("replay") > replays
+    assert sum("can't be captured" in record.message for record in caplog.records) == 1
+
+
+def test_a_model_that_waits_for_the_device(device: Device) -> None:
+    """Seen in the warm-up: nothing is captured. And were it not seen, the capture would fail, and the step is computed."""
+    model = models.tiny("llama+dynamic_rope", head_dim=16)
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options()) as engine:
+        assert ask_all(engine, model) == want
+        assert "its forward waits for the device" in engine.stats().graph_reason
+        assert "capture" not in device.events
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "_makes_wait", lambda *_: False)
+        with hf_cb.continuous_batching(model, **options()) as engine:
+            assert ask_all(engine, model) == want
+            assert "not permitted when stream is capturing" in engine.stats().graph_reason
+            assert "capture" in device.events
+
+
+def test_the_memory_limit(device: Device) -> None:
+    model = models.tiny("llama", head_dim=16)
+    want = plain(model)
+    with hf_cb.continuous_batching(model, **options(max_batch_size=8)) as engine:
+        assert ask_all(engine, model) == want
+        without_limit = engine.stats().graphs
+    with hf_cb.continuous_batching(model, **options(max_batch_size=8, graph_memory=100_000)) as engine:
+        for _ in range(2):
+            assert ask_all(engine, model) == want
+        stats = engine.stats()
+    assert 0 < stats.graphs < without_limit
+    assert "graph_memory is 100000" in stats.graph_reason
+
+
+def test_what_is_never_captured(device: Device) -> None:
+    model = models.tiny("llama", head_dim=16)
+    with hf_cb.continuous_batching(model, attention_backend="torch_grouped", pack_memory=0) as engine:
+        assert engine.stats().graph_reason == "torch_grouped needs numbers on the host in each step"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "DEVICES", ("cuda",))
+        with hf_cb.continuous_batching(model, **options()) as engine:
+            assert engine.stats().graph_reason == "CUDA graphs run on cuda, not on cpu"
+            assert ask_all(engine, model) == plain(model)
+    assert "capture" not in device.events

@@ -1,0 +1,234 @@
+"""Steps that are launched before the tokens of the one before are known: no token is another one for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import crowd
+import models
+import pytest
+import torch
+import truth
+
+import hf_cb
+from hf_cb.core.output import UNKNOWN, SchedulerOutput
+from hf_cb.request import FinishReason
+from hf_cb.runtime.model_runner import Launched
+
+pytestmark = pytest.mark.timeout(20)
+
+SMALL: dict[str, Any] = {"block_size": 4, "overlap": True}
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "in chunks": {"max_batch_tokens": 8},
+    "few seats": {"max_batch_size": 2},
+    "preempted": {"num_blocks": 18},
+    "no prefix cache": {"num_blocks": 18, "prefix_cache": False, "max_batch_tokens": 9},
+    "swapped": {"num_blocks": 18, "swap_space": "1MiB"},
+    "fair and paced": {"policy": "fair", "target_itl_ms": 5.0, "num_blocks": 24},
+}
+
+
+def counted(engine: hf_cb.Engine) -> list[Launched]:
+    """All steps that are launched with tokens that are not known yet."""
+    runner, ahead = engine._worker.machinery.runner, []
+    launch = runner.launch
+
+    def count(output: SchedulerOutput, before: Launched | None = None) -> Launched:
+        launched = launch(output, before)
+        if any(UNKNOWN in row.token_ids for row in output.rows):
+            ahead.append(launched)
+        return launched
+
+    runner.launch = count  # type: ignore[method-assign]
+    return ahead
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_same_tokens(name: str, situation: str) -> None:
+    """Rows that end by length and, half of them, by a token: which is known one step late."""
+    model, found = truth.model(name), truth.rows(name) * 2
+    wanted = [row.tokens if i % 2 else row.tokens[: row.tokens.index(row.tokens[-3]) + 1] for i, row in enumerate(found)]
+    with hf_cb.continuous_batching(model, **SMALL, **SITUATIONS[situation]) as engine:
+        ahead = counted(engine)
+        with crowd.held(engine, len(found)):
+            handles = [
+                engine.submit(
+                    row.prompt[0],
+                    max_new_tokens=len(row.tokens),
+                    eos_token_id=None if i % 2 else row.tokens[-3],
+                    tenant=str(i % 3),
+                )
+                for i, row in enumerate(found)
+            ]
+        assert [list(handle.result().tokens) for handle in handles] == wanted
+        assert ahead
+        scheduler = engine._worker.machinery.scheduler
+        scheduler.check()
+        assert scheduler.blocks_used == 0
+        # Alone, with what the others have left in the prefix cache.
+        for row in truth.rows(name):
+            assert list(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)).result().tokens) == row.tokens
+
+
+def test_calls_of_all_kinds_together() -> None:
+    """Some of which the host has to see each token of, so that steps are waited for now and then."""
+    model = truth.model("llama")
+    plain = type(model).generate
+    prompts = [row.prompt for row in truth.rows("llama")]
+    calls: list[dict[str, Any]] = [
+        {"max_new_tokens": 30},
+        {"max_new_tokens": 9, "repetition_penalty": 1.3},
+        {"max_new_tokens": 12, "num_beams": 3},
+        {"max_new_tokens": 25, "do_sample": True, "temperature": 1.5},
+        {"max_new_tokens": 11, "no_repeat_ngram_size": 2},
+        {"max_new_tokens": 18, "do_sample": True, "top_p": 0.8, "num_return_sequences": 2},
+        {"max_new_tokens": 14, "min_new_tokens": 6},
+        {"max_new_tokens": 7, "stopping_criteria": [lambda ids, scores, **_: ids.shape[1] % 5 == 0]},
+    ]
+    want = []
+    for i, (prompt, call) in enumerate(zip(prompts, calls, strict=True)):
+        torch.manual_seed(i)
+        want.append(plain(model, prompt, pad_token_id=0, **call))
+    with hf_cb.continuous_batching(model, **SMALL) as engine:
+        ahead = counted(engine)
+        jobs = [
+            lambda i=i, p=p, c=c: model.generate(p, pad_token_id=0, **c, **({"seed": i} if "do_sample" in c else {}))
+            for i, (p, c) in enumerate(zip(prompts, calls, strict=True))
+        ]
+        got = crowd.answers(engine, jobs)
+        assert engine.stats().native_calls == {}
+        assert ahead
+    for i, (a, b, call) in enumerate(zip(got, want, calls, strict=True)):
+        if call.get("num_return_sequences"):  # each has a generator of its own; the first one's is plain generate's
+            assert a.shape == b.shape
+            continue
+        assert torch.equal(a, b), (i, call)
+
+
+def test_a_launch_that_fails_is_tried_again_when_its_turn_comes() -> None:
+    model, rows = truth.model("llama"), truth.rows("llama")
+    with hf_cb.continuous_batching(model, **SMALL) as engine:
+        runner = engine._worker.machinery.runner
+        launch, failures = runner.launch, [torch.OutOfMemoryError("no memory")] * 3
+
+        def fail_ahead(output: SchedulerOutput, before: Launched | None = None) -> Launched:
+            if before is not None and failures and len(output.rows) > 2:
+                raise failures.pop()
+            return launch(output, before)
+
+        runner.launch = fail_ahead  # type: ignore[method-assign]
+        with crowd.held(engine, len(rows)):
+            handles = [engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)) for row in rows]
+        assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows]
+        assert not failures
+        assert engine.stats().finished == {FinishReason.LENGTH: len(rows)}
+
+
+def test_only_the_offender_of_a_step_fails() -> None:
+    model, rows = truth.model("llama"), truth.rows("llama")
+    with hf_cb.continuous_batching(model, **SMALL) as engine:
+        runner = engine._worker.machinery.runner
+        launch = runner.launch
+
+        def fail_with_it(output: SchedulerOutput, before: Launched | None = None) -> Launched:
+            if any(row.request_id == handles[2].request_id and row.start >= 10 for row in output.rows):
+                raise ValueError("it broke")
+            return launch(output, before)
+
+        runner.launch = fail_with_it  # type: ignore[method-assign]
+        with crowd.held(engine, len(rows)):
+            handles = [engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)) for row in rows]
+        for i, (handle, row) in enumerate(zip(handles, rows, strict=True)):
+            if i != 2:
+                assert list(handle.result().tokens) == row.tokens
+        with pytest.raises(hf_cb.RequestFailedError, match="it broke"):
+            handles[2].result()
+        assert list(handles[2].tokens) == rows[2].tokens[: len(handles[2].tokens)] != []
+
+
+def test_a_row_of_nan_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = truth.model("llama"), truth.rows("llama")[:4]
+    with hf_cb.continuous_batching(model, **SMALL) as engine:
+        runner = engine._worker.machinery.runner
+        forward = runner.forward
+
+        def poisoned(batch: Any) -> torch.Tensor:
+            logits = forward(batch)
+            if handles[1].request_id in batch.sampling_ids and max(batch.steps[0].key_lens) > 20:
+                logits[batch.sampling_ids.index(handles[1].request_id)] = torch.nan
+            return logits
+
+        runner.forward = poisoned  # type: ignore[method-assign]
+        with crowd.held(engine, len(rows)):
+            handles = [engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)) for row in rows]
+        with pytest.raises(hf_cb.RequestFailedError, match="NaN"):
+            handles[1].result()
+        for i in (0, 2, 3):
+            assert list(handles[i].result().tokens) == rows[i].tokens
+
+
+def test_pauses_and_released_memory() -> None:
+    model, rows = truth.model("llama"), truth.rows("llama")
+    with hf_cb.continuous_batching(model, **SMALL) as engine:
+        handles = [engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)) for row in rows]
+        for release_kv in (False, True, False):
+            next(iter(handles[5]))
+            with engine.pause(release_kv=release_kv):
+                machinery = engine._worker.machinery
+                assert not machinery.is_underway
+                assert machinery.cache.is_released or not release_kv
+        assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows]
+
+
+def test_cancelled_while_a_step_is_underway() -> None:
+    model, rows = truth.model("llama"), truth.rows("llama")
+    with hf_cb.continuous_batching(model, **SMALL) as engine:
+        with crowd.held(engine, len(rows)):
+            handles = [engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)) for row in rows]
+        for handle in handles[::2]:
+            next(iter(handle))
+            handle.cancel()
+        assert [list(handle.result().tokens) for handle in handles[1::2]] == [row.tokens for row in rows[1::2]]
+        for handle, row in zip(handles[::2], rows[::2], strict=True):
+            assert list(handle.tokens) == row.tokens[: len(handle.tokens)]
+        engine.shutdown()
+        assert engine._worker.machinery.scheduler.blocks_used == 0
+
+
+def test_cancelled_as_soon_as_it_is_admitted() -> None:
+    """While the step before is underway, in which it has no part."""
+    model, rows = truth.model("llama"), truth.rows("llama")
+    with hf_cb.continuous_batching(model, **SMALL) as engine:
+        runner = engine._worker.machinery.runner
+        launch, handles = runner.launch, [engine.submit(rows[1].prompt[0], max_new_tokens=len(rows[1].tokens))]
+        late: list[hf_cb.GenerationHandle] = []
+
+        def cancel(output: SchedulerOutput, before: Launched | None = None) -> Launched:
+            launched = launch(output, before)
+            for handle in late:
+                if before is not None and any(row.request_id == handle.request_id for row in output.rows):
+                    handle.cancel()
+            return launched
+
+        runner.launch = cancel  # type: ignore[method-assign]
+        for row in rows[2:6]:
+            late.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
+            handles.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
+        assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows[1:6]]
+        for handle in late:
+            with pytest.raises(hf_cb.RequestCancelledError):
+                handle.result()
+
+
+def test_weights_changed_between_two_calls() -> None:
+    """Nobody begins with keys and values of weights that are gone."""
+    model = models.tiny("llama")
+    prompt = torch.arange(4, 30)[None]
+    with hf_cb.continuous_batching(model, **SMALL) as engine:
+        engine.submit(prompt[0], max_new_tokens=8).result()
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(-1.5)
+        want = type(model).generate(model, prompt, max_new_tokens=8)[0, 26:].tolist()
+        assert list(engine.submit(prompt[0], max_new_tokens=8).result().tokens) == want
