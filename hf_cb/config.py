@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from hf_cb.errors import InvalidArgumentError
 
 Fallback = Literal["native", "error"]
+_KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _POLICIES = ("fcfs", "priority", "fair")
 
 # Below these, a modest default: enough for many long conversations, a small part of any machine that runs the model.
@@ -77,6 +78,11 @@ class CBConfig:
     """Host memory for preempted sequences, in bytes or as "4GiB": they are moved there where that is cheaper than to compute
     them again."""
 
+    kv_dtype: str = "auto"
+    """The dtype of the KV cache: "auto" for that of the model's keys and values, or "float32", "bfloat16", "float16",
+    "float8_e4m3fn", "float8_e5m2". Another one than the model's is rounded to as it is, without a scale, at most to the dtype's
+    largest number."""
+
     attention_backend: str | None = None
     """Name of the attention backend."""
 
@@ -105,6 +111,8 @@ class CBConfig:
             _check_positive(name, getattr(self, name))
         if self.fallback not in get_args(Fallback):
             raise InvalidArgumentError(f"fallback: takes 'native' or 'error'; got {self.fallback!r}")
+        if self.kv_dtype not in _KV_DTYPES:
+            raise InvalidArgumentError(f"kv_dtype: takes {', '.join(_KV_DTYPES)}; got {self.kv_dtype!r}")
         if self.policy not in _POLICIES and (isinstance(self.policy, str) or not callable(self.policy)):
             raise InvalidArgumentError(f"policy: takes {', '.join(_POLICIES)}, or a class; got {self.policy!r}")
         for name in ("prefix_cache", "compile"):
@@ -162,6 +170,7 @@ class CBConfig:
             num_blocks=num_blocks,
             kv_cache_memory=num_blocks * bytes_per_block,
             num_swap_blocks=((_memory("swap_space", self.swap_space, None) or 0) if self.swap_space else 0) // bytes_per_block,
+            kv_dtype=facts.kv_dtype if self.kv_dtype == "auto" else self.kv_dtype,
             policy=self.policy,
             prefix_cache=self.prefix_cache,
             fallback=self.fallback,
@@ -177,6 +186,7 @@ class ModelFacts:
     max_positions: int | None  # None: unbounded
     free_memory: int  # bytes free on the device that holds the KV cache
     default_batch_tokens: int
+    kv_dtype: str  # of the model's keys and values
     default_block_size: int = 16
     max_step_tokens: int | None = None  # what the model bears in one step; None: any number
 
@@ -191,6 +201,7 @@ class ResolvedConfig:
     num_blocks: int
     kv_cache_memory: int
     num_swap_blocks: int
+    kv_dtype: str
     policy: str | Callable[[], Any]
     prefix_cache: bool
     fallback: Fallback

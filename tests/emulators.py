@@ -8,7 +8,6 @@ allows it, are taken as they come.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,19 +16,27 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_rules import (
+    RefusedError,
+    append,
+    attend,
+    check_max,
+    check_table,
+    descale,
+    int32,
+    lens_of,
+    packed,
+    require,
+    scaled,
+    used_lens,
+)
 
 from hf_cb.attention import flash, varlen
 
+__all__ = ["FLOAT8", "HALF", "Library", "RefusedError", "installed"]
+
 HALF = (torch.float16, torch.bfloat16)
-
-
-class RefusedError(AssertionError):
-    """The real library would not take this call."""
-
-
-def _require(condition: object, message: str) -> None:
-    if not condition:
-        raise RefusedError(message)
+FLOAT8 = torch.float8_e4m3fn
 
 
 @dataclass
@@ -62,23 +69,68 @@ class Library:
     ) -> torch.Tensor:
         self.calls.append("flash_attn_2")
         self._check_heads(q, k, v)
-        _require(isinstance(window_size, tuple) and all(isinstance(w, int) for w in window_size), "window_size: two ints")
-        _require(k.dim() == 4 or block_table is None, "a block table goes with k [num_blocks, block_size, Hkv, D]")
-        lens_q = _lens(cu_seqlens_q, len(q), "cu_seqlens_q")
-        lens_k = _lens(cu_seqlens_k, None if block_table is not None else len(k), "cu_seqlens_k")
-        _require(len(lens_q) == len(lens_k), "cu_seqlens_q and cu_seqlens_k are of one length")
-        _check_max("max_seqlen_q", max_seqlen_q, lens_q)
-        _check_max("max_seqlen_k", max_seqlen_k, lens_k)
+        require(isinstance(window_size, tuple) and all(isinstance(w, int) for w in window_size), "window_size: two ints")
+        require(k.dim() == 4 or block_table is None, "a block table goes with k [num_blocks, block_size, Hkv, D]")
+        lens_q = lens_of(cu_seqlens_q, len(q), "cu_seqlens_q")
+        lens_k = lens_of(cu_seqlens_k, None if block_table is not None else len(k), "cu_seqlens_k")
+        require(len(lens_q) == len(lens_k), "cu_seqlens_q and cu_seqlens_k are of one length")
+        check_max("max_seqlen_q", max_seqlen_q, lens_q)
+        check_max("max_seqlen_k", max_seqlen_k, lens_k)
         if block_table is not None:
-            _require(k.shape[1] % 256 == 0, f"block size {k.shape[1]}: must be divisible by 256")
-            _check_table(block_table, lens_k, k)
+            require(k.shape[1] % 256 == 0, f"block size {k.shape[1]}: must be divisible by 256")
+            check_table(block_table, lens_k, k)
         if max_seqlen_q == 1:
-            _require(all(n == 1 for n in lens_q), "with one query at the most, every sequence must have exactly one")
+            require(all(n == 1 for n in lens_q), "with one query at the most, every sequence must have exactly one")
             causal = False
         left, right = window_size
         right = 0 if causal else right
-        keys, values = _packed(k, v, lens_k, block_table)
-        return _attend(q, keys, values, lens_q, lens_k, softmax_scale, left, right, softcap)
+        keys, values = packed(k, v, lens_k, block_table)
+        return attend(q, keys, values, lens_q, lens_k, softmax_scale, left, right, softcap)
+
+    def fa2_with_kvcache(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        rotary_cos: torch.Tensor | None = None,
+        rotary_sin: torch.Tensor | None = None,
+        cache_seqlens: torch.Tensor | int | None = None,
+        cache_batch_idx: torch.Tensor | None = None,
+        cache_leftpad: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        alibi_slopes: torch.Tensor | None = None,
+        num_splits: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> torch.Tensor:
+        self.calls.append("flash_attn_2 decode")
+        require(q.dim() == 4, "q: [N, Sq, H, D], one Sq for all")
+        self._check_heads(q.flatten(0, 1), k_cache, v_cache)
+        require(block_table is not None and cache_seqlens is not None, "over blocks: block_table and cache_seqlens")
+        require(cache_batch_idx is None, "cache_batch_idx does not go with a block_table")
+        require(cache_leftpad is None, "cache_leftpad does not go with a block_table")
+        require(isinstance(cache_seqlens, torch.Tensor), "rows of different lengths: a tensor of them")
+        require(k_cache.shape[1] % 256 == 0, f"block size {k_cache.shape[1]}: must be divisible by 256")
+        assert isinstance(cache_seqlens, torch.Tensor)
+        assert block_table is not None
+        lens = int32(cache_seqlens, "cache_seqlens")
+        require(len(lens) == len(q), "cache_seqlens: one for each row of q")
+        require((k is None) == (v is None), "k and v are appended together")
+        if k is not None and v is not None:
+            lens = append(k, v, k_cache, v_cache, lens, block_table, q.dtype)
+        require(min(lens) > 0, "a row without a key")
+        check_table(block_table, lens, k_cache)
+        left, right = window_size
+        right = 0 if causal else right
+        keys, values = packed(k_cache, v_cache, lens, block_table)
+        out = attend(q.flatten(0, 1), keys, values, [q.shape[1]] * len(q), lens, softmax_scale, left, right, softcap)
+        return out.view(q.shape)
 
     # -- flash_attn_interface -------------------------------------------------------------------------------------------------
 
@@ -99,27 +151,43 @@ class Library:
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_k_new: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
+        rotary_seqlens: torch.Tensor | None = None,
+        q_descale: torch.Tensor | None = None,
+        k_descale: torch.Tensor | None = None,
+        v_descale: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0,
         softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        scheduler_metadata: torch.Tensor | None = None,
         num_splits: int = 0,
+        pack_gqa: bool | None = None,
+        sm_margin: int = 0,
+        return_softmax_lse: bool = False,
     ) -> torch.Tensor:
         self.calls.append("flash_attn_3")
-        self._check_heads(q, k_cache, v_cache)
-        _require(
+        in_float8 = q.dtype == FLOAT8
+        self._check_heads(q, k_cache, v_cache, (*self.dtypes, FLOAT8))
+        require(not in_float8 or q.shape[-1] % 16 == 0, f"head size {q.shape[-1]}: a multiple of 16 in float8")
+        require(
             page_table is not None and cache_seqlens is not None, "packed queries over blocks: page_table and cache_seqlens"
         )
-        _require(cu_seqlens_q is not None and max_seqlen_q is not None, "packed queries: cu_seqlens_q and max_seqlen_q")
+        require(cu_seqlens_q is not None and max_seqlen_q is not None, "packed queries: cu_seqlens_q and max_seqlen_q")
         assert page_table is not None
         assert cu_seqlens_q is not None
-        lens_q, lens_k = _lens(cu_seqlens_q, len(q), "cu_seqlens_q"), _used(cache_seqlens, "cache_seqlens")
-        _require(len(lens_q) == len(lens_k), "a length of the cache for each sequence")
-        _check_max("max_seqlen_q", max_seqlen_q, lens_q)
-        _check_table(page_table, lens_k, k_cache)
+        lens_q, lens_k = lens_of(cu_seqlens_q, len(q), "cu_seqlens_q"), used_lens(cache_seqlens, "cache_seqlens")
+        require(len(lens_q) == len(lens_k), "a length of the cache for each sequence")
+        check_max("max_seqlen_q", max_seqlen_q, lens_q)
+        check_table(page_table, lens_k, k_cache)
         left, right = window_size
-        keys, values = _packed(k_cache, v_cache, lens_k, page_table)
-        return _attend(q, keys, values, lens_q, lens_k, softmax_scale, left, 0 if causal else right, softcap)
+        keys, values = packed(k_cache, v_cache, lens_k, page_table)
+        scales = [descale(scale, len(lens_k), k_cache.shape[2], in_float8) for scale in (q_descale, k_descale, v_descale)]
+        if in_float8:  # the kernel gives bfloat16
+            q = scaled(q, scales[0], lens_q).bfloat16()
+            keys, values = scaled(keys, scales[1], lens_k).bfloat16(), scaled(values, scales[2], lens_k).bfloat16()
+        return attend(q, keys, values, lens_q, lens_k, softmax_scale, left, 0 if causal else right, softcap)
 
     # -- flash_attn.cute ------------------------------------------------------------------------------------------------------
 
@@ -142,22 +210,22 @@ class Library:
         softcap: float = 0.0,
     ) -> tuple[torch.Tensor, None]:
         self.calls.append("flash_attn_4")
-        _require(qv is None, "the fourth argument is qv: give the others by keyword")
+        require(qv is None, "the fourth argument is qv: give the others by keyword")
         self._check_heads(q, k, v)
-        _require(cu_seqlens_q is not None, "packed queries: cu_seqlens_q")
+        require(cu_seqlens_q is not None, "packed queries: cu_seqlens_q")
         assert cu_seqlens_q is not None
-        _require(page_table is not None and seqused_k is not None, "a page_table needs seqused_k")
-        _require(cu_seqlens_k is None, "a page_table refuses cu_seqlens_k")
-        _require(all(w is None or w >= 0 for w in window_size), "no window is None, not -1")
+        require(page_table is not None and seqused_k is not None, "a page_table needs seqused_k")
+        require(cu_seqlens_k is None, "a page_table refuses cu_seqlens_k")
+        require(all(w is None or w >= 0 for w in window_size), "no window is None, not -1")
         assert page_table is not None
-        lens_q, lens_k = _lens(cu_seqlens_q, len(q), "cu_seqlens_q"), _used(seqused_k, "seqused_k")
-        _check_max("max_seqlen_q", max_seqlen_q, lens_q)
-        _check_max("max_seqlen_k", max_seqlen_k, lens_k)
-        _check_table(page_table, lens_k, k)
+        lens_q, lens_k = lens_of(cu_seqlens_q, len(q), "cu_seqlens_q"), used_lens(seqused_k, "seqused_k")
+        check_max("max_seqlen_q", max_seqlen_q, lens_q)
+        check_max("max_seqlen_k", max_seqlen_k, lens_k)
+        check_table(page_table, lens_k, k)
         left = -1 if window_size[0] is None else window_size[0]
         right = 0 if causal else -1 if window_size[1] is None else window_size[1]
-        keys, values = _packed(k, v, lens_k, page_table)
-        return _attend(q, keys, values, lens_q, lens_k, softmax_scale, left, right, softcap), None
+        keys, values = packed(k, v, lens_k, page_table)
+        return attend(q, keys, values, lens_q, lens_k, softmax_scale, left, right, softcap), None
 
     # -- torch.nn.attention.varlen --------------------------------------------------------------------------------------------
 
@@ -181,100 +249,27 @@ class Library:
     ) -> torch.Tensor:
         self.calls.append("torch_varlen")
         self._check_heads(query, key, value)
-        _require(block_table is None, "the built-in kernel reads no blocks")
-        _require(enable_gqa or query.shape[1] == key.shape[1], "fewer key heads need enable_gqa")
-        _require(query.is_contiguous() and key.is_contiguous() and value.is_contiguous(), "takes contiguous tensors")
+        require(block_table is None, "the built-in kernel reads no blocks")
+        require(enable_gqa or query.shape[1] == key.shape[1], "fewer key heads need enable_gqa")
+        require(query.is_contiguous() and key.is_contiguous() and value.is_contiguous(), "takes contiguous tensors")
         assert cu_seq_k is not None
-        lens_q, lens_k = _lens(cu_seq_q, len(query), "cu_seq_q"), _lens(cu_seq_k, len(key), "cu_seq_k")
-        _check_max("max_q", max_q, lens_q)
-        _check_max("max_k", max_k, lens_k)
-        return _attend(query, key, value, lens_q, lens_k, scale, *window_size, 0.0)
+        lens_q, lens_k = lens_of(cu_seq_q, len(query), "cu_seq_q"), lens_of(cu_seq_k, len(key), "cu_seq_k")
+        check_max("max_q", max_q, lens_q)
+        check_max("max_k", max_k, lens_k)
+        return attend(query, key, value, lens_q, lens_k, scale, *window_size, 0.0)
 
-    def _check_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        _require(q.dtype in self.dtypes and q.dtype == k.dtype == v.dtype, f"dtype: fp16 or bf16, one for all; got {q.dtype}")
-        _require(q.dim() == 3, "q: [Tq, H, D]")
-        _require(k.shape == v.shape, "k and v: one shape")
-        _require(all(t.stride(-1) == 1 for t in (q, k, v)), "the last dimension must be contiguous")
-        _require(0 not in (*q.shape, *k.shape), "nothing may be of size 0")
+    def _check_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...] | None = None
+    ) -> None:
+        allowed = q.dtype in (dtypes or self.dtypes) and q.dtype == k.dtype == v.dtype
+        require(allowed, f"dtype: fp16 or bf16, one for all; got {q.dtype} and {k.dtype}")
+        require(q.dim() == 3, "q: [Tq, H, D]")
+        require(k.shape == v.shape, "k and v: one shape")
+        require(all(t.stride(-1) == 1 for t in (q, k, v)), "the last dimension must be contiguous")
+        require(0 not in (*q.shape, *k.shape), "nothing may be of size 0")
         size = q.shape[-1]
-        _require(size == k.shape[-1] and size <= 256 and size % 8 == 0, f"head size {size}: at most 256, a multiple of 8")
-        _require(q.shape[1] % k.shape[-2] == 0, "the number of key heads must divide that of query heads")
-
-
-def _int32(tensor: torch.Tensor | None, name: str) -> list[Any]:
-    assert tensor is not None
-    _require(tensor.dtype == torch.int32, f"{name}: must be int32")
-    _require(tensor.is_contiguous(), f"{name}: must be contiguous")
-    return list(tensor.tolist())
-
-
-def _lens(cu_seqlens: torch.Tensor, total: int | None, name: str) -> list[int]:
-    bounds = _int32(cu_seqlens, name)
-    lens = [b - a for a, b in itertools.pairwise(bounds)]
-    _require(lens, f"{name}: at least one sequence")
-    _require(bounds[0] == 0 and min(lens) > 0, f"{name}: from 0 upwards, no sequence without a token")
-    _require(total is None or bounds[-1] == total, f"{name}: ends at {bounds[-1]}, and there are {total} tokens")
-    return lens
-
-
-def _used(lens: torch.Tensor | None, name: str) -> list[int]:
-    found = _int32(lens, name)
-    _require(found and min(found) > 0, f"{name}: at least one sequence of at least one key")
-    return found
-
-
-def _check_max(name: str, value: object, lens: list[int]) -> None:
-    _require(type(value) is int, f"{name}: a Python int")
-    _require(value >= max(lens), f"{name}: {value}, and there is a sequence of {max(lens)}")  # type: ignore[operator]
-
-
-def _check_table(table: torch.Tensor, lens: list[int], blocks: torch.Tensor) -> None:
-    rows = _int32(table, "block_table")
-    _require(len(rows) == len(lens), "block_table: a row for each sequence")
-    _require(len(rows[0]) * blocks.shape[1] >= max(lens), "block_table: too short for the longest sequence")
-    ids = [block for row in rows for block in row]
-    _require(min(ids) >= 0 and max(ids) < len(blocks), "block_table: every entry must be a block, those that are not used too")
-
-
-def _packed(k: torch.Tensor, v: torch.Tensor, lens: list[int], table: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    if table is None:
-        return k, v
-    size = k.shape[1]
-    slots = [int(row[i // size]) * size + i % size for row, n in zip(table, lens, strict=True) for i in range(n)]
-    return k.flatten(0, 1)[slots], v.flatten(0, 1)[slots]
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lens_q: list[int],
-    lens_k: list[int],
-    scale: float | None,
-    left: int,
-    right: int,
-    softcap: float,
-) -> torch.Tensor:
-    """Aligned bottom-right: query i of n sees keys i + m - n - left to i + m - n + right; -1: no limit. No key: 0."""
-    out = torch.empty_like(q)
-    scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
-    at, key_at = 0, 0
-    for n, m in zip(lens_q, lens_k, strict=True):
-        keys, values = (t[key_at : key_at + m].float().repeat_interleave(group, dim=1) for t in (k, v))
-        scores = torch.einsum("nhd,mhd->hnm", q[at : at + n].float(), keys) * scale
-        if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
-        place, key = torch.arange(n)[:, None] + m - n, torch.arange(m)
-        hidden = torch.zeros(n, m, dtype=torch.bool)
-        if left >= 0:
-            hidden |= key < place - left
-        if right >= 0:
-            hidden |= key > place + right
-        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
-        seen = values.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what nobody sees may be anything
-        out[at : at + n] = torch.einsum("hnm,mhd->nhd", probs, seen).to(q.dtype)
-        at, key_at = at + n, key_at + m
-    return out
+        require(size == k.shape[-1] and size <= 256 and size % 8 == 0, f"head size {size}: at most 256, a multiple of 8")
+        require(q.shape[1] % k.shape[-2] == 0, "the number of key heads must divide that of query heads")
 
 
 @contextlib.contextmanager
@@ -289,7 +284,7 @@ def installed(name: str, dtypes: tuple[torch.dtype, ...] = HALF) -> Iterator[Lib
         patch.setitem(sys.modules, path, made)
 
     cute = {"flash_attn_varlen_func": library.fa4_varlen}
-    module("flash_attn", flash_attn_varlen_func=library.fa2_varlen)
+    module("flash_attn", flash_attn_varlen_func=library.fa2_varlen, flash_attn_with_kvcache=library.fa2_with_kvcache)
     module("flash_attn.cute", **cute)
     if name == "flash_attn_3":
         module("flash_attn_interface", flash_attn_with_kvcache=library.fa3_with_kvcache)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 import hf_cb
@@ -22,6 +23,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("swap_space", value) for value in (-1, 0.5, "5", None, True, False, [])),
     *(("max_queue_size", value) for value in (-1, 2.0, "5", True)),
     *((name, value) for name in ("queue_timeout", "target_itl_ms") for value in (0, -1, "5", True, float("nan"), float("inf"))),
+    *(("kv_dtype", value) for value in ("int8", "fp8", None, torch.float16)),
     *(("policy", value) for value in ("lifo", None, 3)),
     *(("prefix_cache", value) for value in (None, 1, "yes")),
     *(("overlap", value) for value in (1, "yes")),
@@ -67,7 +69,13 @@ def test_options_go_on_top_of_the_config(llama: PreTrainedModel) -> None:
 
 
 def facts(**values: Any) -> ModelFacts:
-    usual = {"kv_bytes_per_token": 100, "max_positions": 64, "free_memory": 8 * GIB, "default_batch_tokens": 512}
+    usual = {
+        "kv_bytes_per_token": 100,
+        "max_positions": 64,
+        "free_memory": 8 * GIB,
+        "default_batch_tokens": 512,
+        "kv_dtype": "float32",
+    }
     return ModelFacts(**{**usual, **values})
 
 

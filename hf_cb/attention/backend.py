@@ -20,7 +20,8 @@ class AttentionBackend(Protocol):
     indices, masks, groups of rows) is made once a step by `plan`, and passed back to `attend` for layers of an equal spec.
 
     A backend that wants blocks of a certain size says so: `block_multiple` (1 if it has no such attribute), of which a block
-    must hold a multiple of tokens, and `block_size` (16), where the user names none. And one whose `plan` and `attend` wait for
+    must hold a multiple of tokens, and `block_size` (16), where the user names none. One that keeps keys and values in another
+    dtype than the layer's, `spec.kv_dtype`, has a method `can_store(spec) -> bool`. And one whose `plan` and `attend` wait for
     nothing from the device, and read no `key_lens`, may say `captures = True`: they may become part of a CUDA graph.
     """
 
@@ -105,6 +106,13 @@ def load_attention_backend(name: str) -> AttentionBackend:
     return backend
 
 
+def _why_not_stored(backend: AttentionBackend, spec: LayerSpec) -> str | None:
+    if spec.stored_dtype == spec.dtype or getattr(backend, "can_store", lambda spec: False)(spec):
+        return None
+    own, stored = (str(dtype).removeprefix("torch.") for dtype in (spec.dtype, spec.stored_dtype))
+    return f"keeps no keys and values of {own} in {stored}"
+
+
 def choose_attention_backend(
     specs: Sequence[LayerSpec], name: str | None = None, block_size: int | None = None
 ) -> tuple[AttentionBackend, str]:
@@ -116,7 +124,7 @@ def choose_attention_backend(
     refusals: list[str] = []
     for candidate in (name,) if name else attention_backend_names():
         backend = load_attention_backend(candidate)
-        reason = next((r for r in map(backend.why_not, specs) if r), None)
+        reason = next((r for spec in specs if (r := backend.why_not(spec) or _why_not_stored(backend, spec))), None)
         if reason is None and block_size is not None and block_size % block_multiple(backend):
             reason = f"takes blocks of a multiple of {block_multiple(backend)} tokens, and block_size is {block_size}"
         if reason is None:

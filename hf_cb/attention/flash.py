@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec, saturated
 
 DEVICES: tuple[str, ...] = ("cuda",)
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
@@ -131,6 +131,8 @@ class FlashAttention2(_Flash):
         return None
 
     def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
+        if step.max_seqlen_q == 1:
+            return self._decode(q, kv, spec, step)
         out: torch.Tensor = _function("flash_attn", "flash_attn_varlen_func")(
             q,
             kv.k,
@@ -147,9 +149,29 @@ class FlashAttention2(_Flash):
         )
         return out
 
+    def _decode(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep) -> torch.Tensor:
+        """One query each. This function cuts long rows over the whole GPU, which the varlen one does not over blocks.
+
+        It could write the new keys and values as well. But it would find their places by the block table, and only the step's
+        slots say where a row is to write.
+        """
+        out: torch.Tensor = _function("flash_attn", "flash_attn_with_kvcache")(
+            q[:, None],
+            kv.k,
+            kv.v,
+            cache_seqlens=step.seq_lens_k,
+            block_table=step.block_table,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=_window(spec, off=-1),
+            softcap=spec.softcap or 0.0,
+        )
+        return out[:, 0]
+
 
 class FlashAttention3(_Flash):
-    """The module flash_attn_interface: Hopper. Its varlen function has no block table; that for a cache does."""
+    """The module flash_attn_interface: Hopper. Its varlen function has no block table; that for a cache does, with prompts and
+    single queries alike. It reads float8 where the queries are in float8 too, and then gives bfloat16."""
 
     name = "flash_attn_3"
     block_size = 64  # its tiles' keys divide by this, so that they are copied whole
@@ -161,9 +183,13 @@ class FlashAttention3(_Flash):
             return "takes a GPU of compute capability 9"
         return None
 
+    def can_store(self, spec: LayerSpec) -> bool:
+        """The kernel's rules for float8."""
+        return spec.kv_dtype == torch.float8_e4m3fn and spec.head_size % 16 == 0
+
     def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
         out: torch.Tensor = _function("flash_attn_interface", "flash_attn_with_kvcache")(
-            q,
+            saturated(q, kv.k.dtype),  # no descale arguments: all scales are 1
             kv.k,
             kv.v,
             cache_seqlens=step.seq_lens_k,
@@ -175,7 +201,7 @@ class FlashAttention3(_Flash):
             window_size=_window(spec, off=-1),
             softcap=spec.softcap or 0.0,
         )
-        return out
+        return out.to(spec.dtype)
 
 
 class FlashAttention4(_Flash):

@@ -36,6 +36,10 @@ class GroupedTorch:
         """Refuses nothing that has memory."""
         return "the meta device has no memory" if spec.device.type == "meta" else None
 
+    def can_store(self, spec: LayerSpec) -> bool:
+        """What is gathered is converted."""
+        return True
+
     def plan(self, step: AttentionStep, spec: LayerSpec) -> tuple[_Part, ...]:
         """Group the rows."""
         starts = [0, *accumulate(step.query_lens)]
@@ -62,7 +66,7 @@ class GroupedTorch:
         kv.write(step, k, v)
         out = q.new_empty(len(q), spec.num_heads, spec.value_head_size)
         for part in plan:
-            keys, values = (blocks.flatten(0, 1)[part.slots].transpose(1, 2) for blocks in kv)  # [rows, Hkv, m, D]
+            keys, values = (x.transpose(1, 2) for x in kv.gather(part.slots, spec.dtype))  # [rows, Hkv, m, D]
             out[part.queries] = _attend(q[part.queries].transpose(1, 2), keys, values, part.hidden, spec, sinks).transpose(1, 2)
         return out
 

@@ -16,6 +16,10 @@ class ReferenceBackend:
         """Nothing is refused."""
         return None
 
+    def can_store(self, spec: LayerSpec) -> bool:
+        """What is read is converted."""
+        return True
+
     def plan(self, step: AttentionStep, spec: LayerSpec) -> None:
         """Layers share nothing here."""
 
@@ -31,9 +35,8 @@ class ReferenceBackend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend. Computes in float32."""
+        kv.write(step, k, v)
         cached_k, cached_v = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
-        cached_k[step.slot_mapping] = k
-        cached_v[step.slot_mapping] = v
 
         out = q.new_empty(len(q), spec.num_heads, spec.value_head_size)
         group = spec.num_heads // spec.num_kv_heads

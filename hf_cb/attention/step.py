@@ -12,6 +12,7 @@ Layouts (T: packed tokens of the step, N: rows, i.e. sequences):
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,13 +37,24 @@ class AttentionStep:
     max_seqlen_k: int
     block_size: int
 
+    def to(self, device: torch.device) -> AttentionStep:
+        """The same step for layers on `device`."""
+        return dataclasses.replace(
+            self,
+            cu_seqlens_q=self.cu_seqlens_q.to(device),
+            seq_lens_k=self.seq_lens_k.to(device),
+            block_table=self.block_table.to(device),
+            slot_mapping=self.slot_mapping.to(device),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer's attention, as its module asked for it. Nothing assumes that two layers are alike.
 
     `window` W: a query sees its own key and the W - 1 before it. `chunk` C: a query at position p sees only keys at
-    positions >= (p // C) * C. `softcap` c: scores become c * tanh(scores / c) before the mask.
+    positions >= (p // C) * C. `softcap` c: scores become c * tanh(scores / c) before the mask. `kv_dtype`: that of the cache,
+    where it is to be another than `dtype`, that of q, k and v.
     """
 
     num_heads: int
@@ -56,11 +68,17 @@ class LayerSpec:
     chunk: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the cache."""
+        return self.kv_dtype or self.dtype
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of cache that one token takes in this layer."""
-        return self.num_kv_heads * (self.head_size + self.value_head_size) * self.dtype.itemsize
+        return self.num_kv_heads * (self.head_size + self.value_head_size) * self.stored_dtype.itemsize
 
 
 class LayerKV(NamedTuple):
@@ -70,6 +88,22 @@ class LayerKV(NamedTuple):
     v: torch.Tensor
 
     def write(self, step: AttentionStep, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put a step's keys and values, [T, Hkv, D] and [T, Hkv, Dv], into their slots."""
-        self.k.flatten(0, 1).index_copy_(0, step.slot_mapping, k)
-        self.v.flatten(0, 1).index_copy_(0, step.slot_mapping, v)
+        """Put a step's keys and values, [T, Hkv, D] and [T, Hkv, Dv], into their slots, in the cache's dtype."""
+        for blocks, new in ((self.k, k), (self.v, v)):
+            target, source = blocks.flatten(0, 1), saturated(new, blocks.dtype)
+            if blocks.dtype.itemsize == 1:  # torch knows no index_copy_ in float8
+                target, source = target.view(torch.uint8), source.view(torch.uint8)
+            target.index_copy_(0, step.slot_mapping, source)
+
+    def gather(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values in `slots`, [*slots.shape, Hkv, D] and [.., Dv], in `dtype`."""
+        keys, values = (blocks.flatten(0, 1)[slots].to(dtype) for blocks in self)
+        return keys, values
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in `dtype`, where what is beyond its largest number becomes that number: in float8 it would be NaN."""
+    if x.dtype == dtype:
+        return x
+    most = torch.finfo(dtype).max
+    return (x.clamp(-most, most) if most < torch.finfo(x.dtype).max else x).to(dtype)

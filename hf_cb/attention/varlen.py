@@ -44,6 +44,10 @@ class TorchVarlen:
             return "takes a GPU of compute capability 8.0 or later"
         return None
 
+    def can_store(self, spec: LayerSpec) -> bool:
+        """What is gathered is converted."""
+        return True
+
     def plan(self, step: AttentionStep, spec: LayerSpec) -> _Plan:
         """Find the slots of all keys."""
         device, lens = step.block_table.device, step.seq_lens_k.long()
@@ -68,7 +72,7 @@ class TorchVarlen:
         """See AttentionBackend.attend. The kernel computes in the layer's dtype, and sums in float32."""
         assert isinstance(plan, _Plan)
         kv.write(step, k, v)
-        keys, values = (blocks.flatten(0, 1)[plan.slots] for blocks in kv)
+        keys, values = kv.gather(plan.slots, spec.dtype)
         if spec.num_heads != spec.num_kv_heads and "enable_gqa" not in _arguments():
             keys, values = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1) for part in (keys, values))
         options = {"enable_gqa": spec.num_heads != spec.num_kv_heads, "num_splits": 1, "scale": spec.scale}

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hf_cb.attention.backend import can_be_captured, default_block_size
+from hf_cb.attention.step import LayerSpec
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
 from hf_cb.core.fair import Fair
 from hf_cb.core.policy import FCFS, Policy
@@ -25,9 +27,9 @@ from hf_cb.hf.attention import set_port
 from hf_cb.hf.generate import defaults_of
 from hf_cb.hf.seeds import draw_seed
 from hf_cb.hf.support import Servable, UnservableError, examine
-from hf_cb.hf.tensor_parallel import lockstep_of, part_here, uneven_heads
+from hf_cb.hf.tensor_parallel import lockstep_of, uneven_heads
 from hf_cb.hf.twin import merge_notes, shared_tensors
-from hf_cb.hf.weights import WeightWatch
+from hf_cb.hf.weights import WeightWatch, plain_parts
 from hf_cb.machinery import FollowWeights, Look, Machinery
 from hf_cb.options import Defaults
 from hf_cb.runtime import graphs
@@ -105,15 +107,16 @@ def _overlaps(config: CBConfig, device: torch.device, lockstep: Lockstep | None)
 
 def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None) -> Servable:
     """As `examine`; the ranks of a tensor-parallel model, which all come here, serve it together or not at all."""
+    kv_dtype = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     if lockstep is None:
-        return examine(model, config.attention_backend, _pack_memory(config), config.block_size, config.compile)
+        return examine(model, config.attention_backend, _pack_memory(config), config.block_size, config.compile, kv_dtype)
     if config.compile:
         raise InvalidArgumentError(f"compile: takes False for a tensor-parallel model; got {config.compile!r}")
     if config.swap_space:
         raise InvalidArgumentError(f"swap_space: takes 0 for a tensor-parallel model; got {config.swap_space!r}")
     reason: str | None = None
     try:
-        servable = examine(model, config.attention_backend, block_size=config.block_size)
+        servable = examine(model, config.attention_backend, block_size=config.block_size, kv_dtype=kv_dtype)
     except UnservableError as error:
         reason = uneven_heads(model, lockstep.size) or str(error)
     if not lockstep.least(reason is None):
@@ -195,7 +198,8 @@ def _why_no_graphs(servable: Servable, lockstep: Lockstep | None) -> str | None:
 
 
 def _follower(servable: Servable) -> FollowWeights:
-    watch = WeightWatch(map(part_here, shared_tensors(servable.twin)), merge_notes(servable.twin))
+    watched = (part for tensor in shared_tensors(servable.twin) for part in plain_parts(tensor))
+    watch = WeightWatch(watched, merge_notes(servable.twin))
 
     def follow(look: Look) -> bool:
         changed = watch.changed(samples=look is not Look.QUICK)
@@ -213,18 +217,30 @@ def _facts(servable: Servable, layout: KVLayout) -> ModelFacts:
     return ModelFacts(
         kv_bytes_per_token=layout.bytes_per_token(servable.specs),
         max_positions=servable.max_positions,
-        free_memory=_free_memory(servable.device),
+        free_memory=_room(servable.specs),
         default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),
+        kv_dtype=str(servable.specs[0].dtype).removeprefix("torch."),
         default_block_size=default_block_size(servable.backend),
         max_step_tokens=servable.max_step_tokens,
     )
 
 
+def _room(specs: Sequence[LayerSpec]) -> int:
+    """Bytes that a cache may take over all devices, each of which holds the keys and values of its own layers."""
+    parts: Counter[torch.device] = Counter()
+    for spec in specs:
+        parts[spec.device] += spec.bytes_per_token
+    return min(_free_memory(device) * parts.total() // part for device, part in parts.items())
+
+
 def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu" and hasattr(getattr(torch, device.type, None), "mem_get_info"):
+        return int(getattr(torch, device.type).mem_get_info(device)[0])
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):  # free, or in caches that the system gives up when asked
                 return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    counted = (
+        "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    )  # macOS knows only how many there are
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(counted)

@@ -29,6 +29,7 @@ from hf_cb.hf import errand
 from hf_cb.hf.beam_search import BeamSearch
 from hf_cb.hf.beams import beam_output, beam_requests
 from hf_cb.hf.call import Call, Stopping
+from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
 from hf_cb.hf.rules import GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.sampling import Prompts, split
@@ -63,7 +64,10 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         return "the model is in training mode"
     if any(module.training and isinstance(module, _Dropout) and module.p for module in model.modules()):
         return "a dropout layer is in training mode"
-    if torch.is_autocast_enabled(model.device.type):
+    device = model.device
+    if device.type == "meta":  # all weights are offloaded
+        device = device_of(model.get_input_embeddings())
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on in the calling thread"
     prepare = vars(model).get("prepare_inputs_for_generation")
     if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:

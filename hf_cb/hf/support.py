@@ -6,8 +6,9 @@ So a short probe runs two packed rows in chunks on the twin and compares with th
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
 from hf_cb.hf.compiling import CompiledLayers
+from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.packing import Packs, group_by_input, linear_calls
 from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
 from hf_cb.runtime.input_batch import build_input_batch
@@ -64,17 +66,15 @@ def examine(
     pack_memory: int = 0,
     block_size: int | None = None,
     compile_layers: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> Servable:
     """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too; the same with
     torch.compile, if `compile_layers`.
 
     Raises UnservableError with the reason; the model is not touched either way.
     """
-    config: Any = model.config
-    if config.is_encoder_decoder:
-        raise UnservableError("encoder-decoder model")
-    if _has_hooks(model):
-        raise UnservableError("forward hooks on its modules: they would see packed rows, on the engine's thread")
+    if (refusal := _refusal(model)) is not None:
+        raise UnservableError(refusal)
     try:
         twin = make_twin(model)
     except Exception as error:
@@ -83,7 +83,7 @@ def examine(
     if forward is None:
         raise UnservableError("its forward takes no position_ids")
     embeddings: Any = twin.get_input_embeddings()  # type: ignore[operator]
-    vocab_size, device = embeddings.weight.shape[0], embeddings.weight.device
+    vocab_size, device = embeddings.weight.shape[0], device_of(embeddings)
     longest = min(_LONGEST_PROBE, _max_positions(twin) or _LONGEST_PROBE)
     rows = _probe_rows(vocab_size, longest, device)
     try:
@@ -91,7 +91,7 @@ def examine(
             plain = [_plain_logits(twin, row) for row in rows]
             with linear_calls(twin) as calls:
                 observer = _observe(twin, forward, rows)
-            specs = tuple(observer.specs)
+            specs = tuple(_stored_in(kv_dtype, spec) for spec in observer.specs)
             backend, reason = choose_attention_backend(specs, attention_backend, block_size)
 
             def probe() -> None:
@@ -102,6 +102,8 @@ def examine(
             compiled = CompiledLayers()
             if compile_layers:
                 compiled.compile(twin, observer.modules, probe)
+            if specs != tuple(observer.specs):
+                _try_stored(twin, forward, observer, specs, backend, rows)
     except UnservableLayerError as error:
         raise UnservableError(str(error)) from error
     except InvalidArgumentError as error:
@@ -127,6 +129,18 @@ def examine(
         stretches=_query_scale_span(twin) is not None or any(map(rope_follows_length, twin.modules())),
         max_step_tokens=_query_scale_span(twin),
     )
+
+
+def _refusal(model: nn.Module) -> str | None:
+    """What can be told without running it."""
+    config: Any = model.config
+    if config.is_encoder_decoder:
+        return "encoder-decoder model"
+    if getattr(config.get_text_config(), "alibi", False):
+        return "its attention is biased by distance (ALiBi)"  # in a mask of its own, for one row's positions
+    if _has_hooks(model):
+        return "forward hooks on its modules: they would see packed rows, on the engine's thread"
+    return None
 
 
 def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], None]) -> Packs:
@@ -214,11 +228,7 @@ def _probe(
 ) -> None:
     """Run the rows packed and in chunks, once more beside other neighbours, and compare."""
     _check_layer_types(observer)
-    block_size = max(_BLOCK_SIZE, block_multiple(backend))
-    num_blocks = 2 * -(-_LONGEST_PROBE // block_size) + 1
-    cache = KVCache(observer.specs, num_blocks, block_size)
-    port = AttentionPort(observer.modules, observer.specs, backend, cache)
-    set_port(twin, port)
+    port, block_size = _probe_port(twin, observer, observer.specs, backend)
     first, second = (row.tolist() for row in rows)
     packed = _run_packed(forward, port, [first, second], rows[0].device, block_size)
     other = [*first[1:], first[0]]
@@ -230,6 +240,36 @@ def _probe(
     # The same shapes in both runs: what differs can only have come from the neighbour.
     if not _close(beside_other[1], packed[1], half=False, rtol=1e-2 if half else 1e-4):
         raise UnservableError("packed rows see their neighbours")
+
+
+def _probe_port(
+    twin: nn.Module, observer: Observer, specs: Sequence[LayerSpec], backend: AttentionBackend
+) -> tuple[AttentionPort, int]:
+    """A port behind the twin's modules, over a cache for two rows, and the size of its blocks."""
+    block_size = max(_BLOCK_SIZE, block_multiple(backend))
+    cache = KVCache(specs, 2 * -(-_LONGEST_PROBE // block_size) + 1, block_size)
+    port = AttentionPort(observer.modules, specs, backend, cache)
+    set_port(twin, port)
+    return port, block_size
+
+
+def _stored_in(kv_dtype: torch.dtype | None, spec: LayerSpec) -> LayerSpec:
+    return spec if kv_dtype in (None, spec.dtype) else dataclasses.replace(spec, kv_dtype=kv_dtype)
+
+
+def _try_stored(
+    twin: nn.Module,
+    forward: Forward,
+    observer: Observer,
+    specs: Sequence[LayerSpec],
+    backend: AttentionBackend,
+    rows: list[torch.Tensor],
+) -> None:
+    """Run the rows over a cache in the dtype that the user wants: that it runs is asked, its rounding is the user's."""
+    port, block_size = _probe_port(twin, observer, specs, backend)
+    for logits in _run_packed(forward, port, [row.tolist() for row in rows], rows[0].device, block_size):
+        if not bool(torch.isfinite(logits).all()):
+            raise UnservableError("a KV cache of another dtype gives logits that are not numbers")
 
 
 def _check_layer_types(observer: Observer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_cb.runtime.lockstep import Lockstep
@@ -28,10 +27,3 @@ def uneven_heads(model: Any, num_ranks: int) -> str | None:
     if not isinstance(heads, int) or not isinstance(key_heads, int) or not (heads % num_ranks or key_heads % num_ranks):
         return None
     return f"its {heads} attention heads and {key_heads} key heads can't be split evenly over {num_ranks} processes"
-
-
-def part_here(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a weight is in this process: itself, unless it is split."""
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

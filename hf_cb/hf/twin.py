@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_cb.hf.dispatched import TokensBeforeHead, is_dispatched, offloaded_modules, offloaded_tensors, tied_maps
+
 
 def make_twin(model: nn.Module) -> nn.Module:
     """A copy of the module tree over the same weights, in eval mode."""
     memo: dict[int, Any] = {id(shared): shared for shared in (*shared_tensors(model), *merge_notes(model))}
+    # What is loaded for a call of the twin is noted apart from what is loaded for the user's, and may be at the same time.
+    memo |= {id(tied): {address: dict(where) for address, where in list(tied.items())} for tied in tied_maps(model)}
     # The patched `generate` is an attribute of the instance, and not the twin's business.
     memo[id(vars(model).get("generate"))] = None
     twin = copy.deepcopy(model, memo)
@@ -78,6 +82,7 @@ class Fingerprint:
     @classmethod
     def of(cls, model: nn.Module) -> Fingerprint:
         """Of the model as it is now: a few microseconds per module."""
+        offloaded = offloaded_modules(model)
         objects: list[object] = []
         state: list[object] = []
         for module in model.modules():
@@ -88,6 +93,8 @@ class Fingerprint:
             # Those keep books of what they have seen; and torch's own layers are what they are.
             if not rope_follows_length(module) and not type(module).__module__.startswith("torch.nn."):
                 state += _plain_values(module, containers=module is not model)
+            if module in offloaded:
+                continue
             # Buffers that the module itself replaces as it runs are not shared, and tell nothing.
             buffers = () if rope_follows_length(module) else module._buffers.values()
             for tensor in (*module._parameters.values(), *buffers):
@@ -124,7 +131,8 @@ def _plain_values(module: nn.Module, containers: bool) -> Iterator[tuple[str, ob
 def shared_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The parameters and buffers that a model and its twin have in common."""
     own = {id(buffer) for module in _modules_that_write_buffers(model) for buffer in module.buffers(recurse=False)}
-    return [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) not in own)]
+    buffers = (buffer for buffer in model.buffers() if id(buffer) not in own)
+    return [*model.parameters(), *buffers, *offloaded_tensors(model)]
 
 
 def merge_notes(model: nn.Module) -> list[list[str]]:
@@ -146,11 +154,27 @@ def forward_of(twin: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.T
     if "position_ids" not in accepted:
         return None
     keeps = "logits_to_keep" in accepted
+    if keeps and is_dispatched(twin) and (head := twin.get_output_embeddings()) is not None:  # type: ignore[operator]
+        return _selecting(twin, TokensBeforeHead(head))
 
     def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         select = {"logits_to_keep": logits_indices} if keeps else {}
         # Eager is called through __call__ so that hooks (accelerate's device hooks) run.
         logits = twin(input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True, **select).logits[0]
         return logits if keeps else logits[logits_indices]  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _selecting(
+    twin: nn.Module, before_head: TokensBeforeHead
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        before_head.indices = logits_indices
+        try:
+            out = twin(input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True)
+        finally:
+            before_head.indices = None
+        return out.logits[0]  # type: ignore[no-any-return]
 
     return forward

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 _SAMPLES = 8  # places of each tensor that are looked at
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory that a weight is made of: itself, or its part in this process, or what a quantised one is in."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, torch.Tensor):  # a distributed one names its mesh as well
+            yield from plain_parts(part)
 
 
 class WeightWatch:

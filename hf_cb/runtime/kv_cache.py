@@ -44,8 +44,8 @@ class KVCache:
     def release(self) -> None:
         """Give the memory back to the system; what was in it is lost."""
         self.tensors = self.layers = ()
-        if any(spec.device.type == "cuda" for spec in self.specs):
-            torch.cuda.empty_cache()
+        for kind in {spec.device.type for spec in self.specs} - {"cpu"}:
+            getattr(torch, kind).empty_cache()
 
     def restore(self) -> None:
         """Take the memory (again), zeroed. Raises what torch or numpy raise when there is none."""
@@ -67,8 +67,8 @@ class KVCache:
     def _zeros(self, spec: LayerSpec, head_size: int) -> torch.Tensor:
         shape = (self.num_blocks + 2, self.block_size, spec.num_kv_heads, head_size)
         if spec.device.type != "cpu":
-            return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-        return lazy_zeros(shape, spec.dtype)
+            return torch.zeros(shape, dtype=spec.stored_dtype, device=spec.device)
+        return lazy_zeros(shape, spec.stored_dtype)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -28,7 +28,7 @@ class KVLayout:
         """The fewest groups that waste little. Layers whose keys and values differ in form, or that all look back as far as
         there is, are one group."""
         everything = cls((tuple(range(len(specs))),), ((None, None),))
-        forms = {(s.num_kv_heads, s.head_size, s.value_head_size, s.dtype, s.device) for s in specs}
+        forms = {(s.num_kv_heads, s.head_size, s.value_head_size, s.stored_dtype, s.device) for s in specs}
         by_reach: dict[_Reach, list[int]] = {}
         for i, spec in enumerate(specs):
             by_reach.setdefault((spec.window, spec.chunk), []).append(i)

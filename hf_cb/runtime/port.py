@@ -40,18 +40,21 @@ class AttentionPort:
             for index, (module, spec, _) in enumerate(zip(modules, specs, cache.layers, strict=True))
         }
         self._steps: tuple[AttentionStep, ...] = ()
+        self._steps_on: dict[tuple[int, torch.device], AttentionStep] = {}  # of a model on several devices
         self._plans: dict[tuple[int, LayerSpec], object] = {}
         self.calls: list[int] = []  # how often each layer called in the current step, in layer order; see `serve`
 
     def begin(self, steps: tuple[AttentionStep, ...]) -> None:
         """Make `steps`, one for each group of layers, those that the modules' calls belong to."""
         self._steps = steps
+        self._steps_on.clear()
         self._plans.clear()
         self.calls = [0] * len(self._layers)
 
     def end(self) -> None:
         """Forget the step: a call outside one is a mistake and fails."""
         self._steps = ()
+        self._steps_on.clear()
         self._plans.clear()
 
     def serve(
@@ -61,9 +64,18 @@ class AttentionPort:
         if not self._steps:
             raise RuntimeError("an attention module of the twin was called outside a step")
         layer = self._layers[id(module)]
-        step, key = self._steps[layer.group], (layer.group, layer.spec)
+        step, key = self._step_on(layer.group, layer.spec.device), (layer.group, layer.spec)
         self.calls[layer.index] += 1
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._backend.plan(step, layer.spec)
         return self._backend.attend(q, k, v, self._cache.layers[layer.index], layer.spec, step, plan, sinks)
+
+    def _step_on(self, group: int, device: torch.device) -> AttentionStep:
+        step = self._steps[group]
+        if step.block_table.device == device:
+            return step
+        moved = self._steps_on.get((group, device))
+        if moved is None:
+            moved = self._steps_on[group, device] = step.to(device)
+        return moved

@@ -59,8 +59,8 @@ class SwapSpace:
 def _host_blocks(spec: LayerSpec, head_size: int, space: SwapSpace) -> torch.Tensor:
     shape = (space.num_blocks, space.block_size, spec.num_kv_heads, head_size)
     if spec.device.type == "cpu":
-        return lazy_zeros(shape, spec.dtype)
-    return torch.empty(shape, dtype=spec.dtype, pin_memory=True)
+        return lazy_zeros(shape, spec.stored_dtype)
+    return torch.empty(shape, dtype=spec.stored_dtype, pin_memory=True)
 
 
 def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:

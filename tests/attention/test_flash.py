@@ -54,7 +54,8 @@ def test_like_the_oracle(library: tuple[str, Library], data: st.DataObject) -> N
     assert backend.why_not(case.spec) is None
     made.calls.clear()
     torch.testing.assert_close(case.attend(backend), case.attend(ORACLE), rtol=2e-5, atol=2e-5)
-    assert made.calls == [name]
+    decodes = name == "flash_attn_2" and set(case.step.query_lens) == {1}
+    assert made.calls == ["flash_attn_2 decode" if decodes else name]
 
 
 def test_half_precision(library: tuple[str, Library]) -> None:
@@ -151,6 +152,71 @@ TRAPS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_the_emulator_refuses(message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(RefusedError, match=message):
         Library().fa2_varlen(**_call(**changes))
+
+
+def _decode_call(**changes: Any) -> dict[str, Any]:
+    """A good call for single queries, of rows with 5 and 257 keys."""
+    generator = torch.Generator().manual_seed(0)
+    cache = [torch.randn(4, 256, 2, 8, generator=generator).bfloat16() for _ in "kv"]
+    call: dict[str, Any] = {
+        "q": torch.randn(2, 1, 4, 8, generator=generator).bfloat16(),
+        "k_cache": cache[0],
+        "v_cache": cache[1],
+        "cache_seqlens": torch.tensor([5, 257], dtype=torch.int32),
+        "block_table": torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
+        "causal": True,
+    }
+    return call | changes
+
+
+_NEW = torch.ones(2, 1, 2, 8).bfloat16()
+DECODE_TRAPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("dtype", {"q": torch.randn(2, 1, 4, 8)}),
+    "packed queries": (r"\[N, Sq, H, D\]", {"q": torch.randn(2, 4, 8).bfloat16()}),
+    "small blocks": ("divisible by 256", {name: torch.randn(4, 16, 2, 8).bfloat16() for name in ("k_cache", "v_cache")}),
+    "int64 lengths": ("int32", {"cache_seqlens": torch.tensor([5, 257])}),
+    "one length for all": ("a tensor of them", {"cache_seqlens": 5}),
+    "no lengths": ("cache_seqlens", {"cache_seqlens": None}),
+    "lengths of other rows": ("one for each row", {"cache_seqlens": torch.tensor([5], dtype=torch.int32)}),
+    "int64 table": ("int32", {"block_table": torch.tensor([[1, 0], [2, 3]])}),
+    "an entry that is no block": ("every entry", {"block_table": torch.tensor([[1, 9], [2, 3]], dtype=torch.int32)}),
+    "a table that is too short": ("too short", {"block_table": torch.tensor([[1], [2]], dtype=torch.int32)}),
+    "rows picked from the cache": ("cache_batch_idx", {"cache_batch_idx": torch.tensor([1, 0], dtype=torch.int32)}),
+    "padding to the left": ("leftpad", {"cache_leftpad": torch.tensor([1, 0], dtype=torch.int32)}),
+    "keys without values": ("together", {"k": _NEW}),
+    "new keys of another dtype": ("q's dtype", {"k": _NEW.float(), "v": _NEW.float()}),
+    "new keys without room": (
+        "too short",
+        {"k": _NEW, "v": _NEW, "cache_seqlens": torch.tensor([5, 512], dtype=torch.int32)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), DECODE_TRAPS.values(), ids=DECODE_TRAPS)
+def test_the_decode_emulator_refuses(message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError, match=message):
+        Library().fa2_with_kvcache(**_decode_call(**changes))
+
+
+def test_the_decode_emulator_appends_at_the_lengths() -> None:
+    """With new keys the lengths are those before; in place, and seen by the query."""
+    call, lens = _decode_call(), torch.tensor([4, 256], dtype=torch.int32)
+    k, v = call["k_cache"].clone(), call["v_cache"].clone()
+    for cache in (call["k_cache"], call["v_cache"]):
+        cache[1, 4], cache[3, 0] = 1, 1
+    got = Library().fa2_with_kvcache(**call | {"k_cache": k, "v_cache": v, "k": _NEW, "v": _NEW, "cache_seqlens": lens})
+    assert torch.equal(got, Library().fa2_with_kvcache(**call))
+    assert torch.equal(k, call["k_cache"])
+    assert torch.equal(v, call["v_cache"])
+
+
+def test_the_decode_emulator_is_the_varlen_one_for_single_queries() -> None:
+    call = _decode_call(window_size=(40, 0), softcap=2.0)
+    packed = {"q": call["q"][:, 0], "k": call["k_cache"], "v": call["v_cache"], "max_seqlen_q": 1, "max_seqlen_k": 257}
+    cu_seqlens = {"cu_seqlens_q": [0, 1, 2], "cu_seqlens_k": [0, 5, 262]}
+    packed |= {name: torch.tensor(values, dtype=torch.int32) for name, values in cu_seqlens.items()}
+    packed |= {name: call[name] for name in ("block_table", "causal", "window_size", "softcap")}
+    assert torch.equal(Library().fa2_with_kvcache(**call)[:, 0], Library().fa2_varlen(**packed))
 
 
 def test_the_emulator_takes_a_good_call_and_is_aligned_bottom_right() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_cb
+from hf_cb.attention.cpu import TorchCPUBackend
+from hf_cb.attention.native import NativeCPUBackend
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -86,6 +89,53 @@ def test_blocks_that_a_kernel_refuses() -> None:
         pytest.raises(hf_cb.InvalidArgumentError, match="multiple of 256 tokens, and block_size is 16"),
     ):
         hf_cb.install(model, attention_backend="flash_attn_2", block_size=16)
+
+
+@pytest.fixture
+def no_cpu_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice as on a GPU, where those for CPUs refuse."""
+    for backend in (NativeCPUBackend, TorchCPUBackend):
+        monkeypatch.setattr(backend, "why_not", lambda *_: "runs on a CPU")
+
+
+CHOICES: dict[str, tuple[str, torch.dtype, str, str, str]] = {  # what is installed, dtype, model -> who takes it, why no other
+    "bfloat16": (
+        "flash_attn_2",
+        torch.bfloat16,
+        "llama",
+        "flash_attn_2",
+        "flash_attn_3: flash_attn_interface is not installed",
+    ),
+    "float16": ("flash_attn_3", torch.float16, "mistral", "flash_attn_3", "native_cpu: runs on a CPU"),
+    "the newest": ("flash_attn_4", torch.bfloat16, "gemma2", "flash_attn_4", "flash_attn_4 serves every layer"),
+    "none installed": ("torch_varlen", torch.bfloat16, "llama", "torch_varlen", "flash_attn_2: flash-attn is not installed"),
+    "float32": ("flash_attn_2", torch.float32, "llama", "torch_grouped", "takes float16 or bfloat16, not float32"),
+    "sinks": ("flash_attn_2", torch.bfloat16, "gpt_oss", "torch_grouped", "flash_attn_2: knows no sinks"),
+    "chunks": ("flash_attn_3", torch.bfloat16, "llama4_text", "torch_grouped", "flash_attn_3: knows no chunks"),
+    "head size": ("flash_attn_4", torch.bfloat16, "gpt2", "torch_grouped", "takes head sizes that are multiples of 8"),
+    "softcap": ("torch_varlen", torch.bfloat16, "gemma2", "torch_grouped", "torch_varlen: knows no softcap"),
+}
+
+
+@pytest.mark.usefixtures("no_cpu_backends")
+@pytest.mark.parametrize(("library", "dtype", "name", "chosen", "reason"), CHOICES.values(), ids=CHOICES)
+def test_the_choice(library: str, dtype: torch.dtype, name: str, chosen: str, reason: str) -> None:
+    """By what is installed, dtype, head size and option; in half precision the first logits are near plain generate's."""
+    model = models.tiny(name, **MODELS.get(name, {"head_dim": 16})).to(dtype)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+    want = [type(model).generate(model, p, **options) for p in prompts()]
+    with emulators.installed(library), hf_cb.continuous_batching(model, fallback="error") as engine:
+        assert engine.stats().attention_backend == chosen
+        assert reason in engine.stats().attention_reason
+        got = crowd.answers(engine, [lambda p=p: model.generate(p, **options) for p in prompts()])
+    off = []
+    for mine, plain in zip(got, want, strict=True):
+        assert mine.sequences.shape == plain.sequences.shape
+        if dtype == torch.float32:
+            assert torch.equal(mine.sequences, plain.sequences)
+        first, other = mine.logits[0].float(), plain.logits[0].float()
+        off.append(float((first - other).abs().mean() / (other.max() - other.min())))
+    assert statistics.median(off) < 0.03  # one expert chosen otherwise moves a row honestly
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4_text", "gemma2", "gptj"])

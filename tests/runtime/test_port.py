@@ -82,6 +82,29 @@ def test_each_layer_meets_its_own_cache_and_like_layers_share_a_plan(made: Made)
     port.end()
 
 
+def test_a_layer_on_another_device_gets_the_step_there() -> None:
+    """Moved once a step, and again in the next."""
+    meta = torch.device("meta")
+    specs, modules = [spec(), spec(device=meta), spec(device=meta, window=4)], [Module() for _ in SPECS]
+    backend = Noting()
+    port = AttentionPort(modules, specs, backend, KVCache(specs, 5, 4))
+    moved = []
+    for _ in range(2):
+        port.begin((STEP,))
+        for module in modules:
+            port.serve(module, Q, K, V, None)
+        port.end()
+        steps = [call[2] for call in backend.calls[-3:]]
+        assert steps[0] is STEP
+        assert steps[1] is steps[2]
+        tensors = (steps[1].cu_seqlens_q, steps[1].seq_lens_k, steps[1].block_table, steps[1].slot_mapping)
+        assert {tensor.device for tensor in tensors} == {meta}
+        assert steps[1].query_lens == STEP.query_lens
+        moved.append(steps[1])
+    assert moved[0] is not moved[1]
+    assert [call[0].k.device for call in backend.calls[:3]] == [CPU, meta, meta]
+
+
 def test_plans_and_counts_last_for_a_step(made: Made) -> None:
     port, backend, modules, _ = made
     for _ in range(2):
