@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import subprocess
+import sys
 from importlib import resources
 from importlib.metadata import version
 
@@ -47,7 +50,26 @@ NAMES = [
 
 
 def test_names() -> None:
-    assert sorted(hf_cb.__all__) == hf_cb.__all__ == NAMES
+    assert sorted(hf_cb.__all__) == hf_cb.__all__ == NAMES == list(hf_cb._HOMES)
+    assert set(NAMES) <= set(dir(hf_cb))
+    for name, home in hf_cb._HOMES.items():
+        assert getattr(hf_cb, name) is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match="no attribute 'instal'"):
+        hf_cb.instal  # noqa: B018
+
+
+def test_the_package_alone_imports_nothing_heavy() -> None:
+    """So that a program that may not need it starts at once; `hf-cb top` among them."""
+    program = """
+import sys
+import hf_cb, hf_cb.cli.main
+heavy = {"torch", "transformers", "numpy", "fastapi", "uvicorn", "rich", "ray", "prometheus_client", "opentelemetry"}
+print(*sorted(heavy & set(sys.modules)))
+from hf_cb import install
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout == "\nTrue\n"
     assert all(getattr(hf_cb, name) is not None for name in NAMES)
 
 
