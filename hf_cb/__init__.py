@@ -75,7 +75,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Where each public name is. Most of these modules import torch and transformers, which takes seconds, so they are imported when a
+# Where each public name is. Most of these modules import torch and transformers, which takes seconds: they are imported when a
 # name of theirs is first asked for.
 _HOMES = {
     "AlreadyInstalledError": "hf_cb.errors",

@@ -63,7 +63,7 @@ def test_the_package_alone_imports_nothing_heavy() -> None:
     program = """
 import sys
 import hf_cb, hf_cb.cli.main
-heavy = {"torch", "transformers", "numpy", "fastapi", "uvicorn", "rich", "ray", "prometheus_client", "opentelemetry"}
+heavy = {"torch", "transformers", "fastapi", "uvicorn", "rich", "ray", "prometheus_client", "opentelemetry"}
 print(*sorted(heavy & set(sys.modules)))
 from hf_cb import install
 print("torch" in sys.modules)
