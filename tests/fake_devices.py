@@ -21,7 +21,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from hf_cb.machinery import Machinery
+from hf_cb.worker import Worker
 
 KIND = "far"
 _INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")  # indices may be on the CPU
@@ -123,13 +123,13 @@ def _common_device(name: str, args: Any, kwargs: dict[str, Any]) -> torch.device
 @contextlib.contextmanager
 def devices() -> Iterator[None]:
     """Inside, on this thread and on those of engines, there are devices of KIND."""
-    step = Machinery.step
+    run = Worker._run
 
-    @functools.wraps(step)
-    def placed_step(machinery: Machinery) -> Any:
+    @functools.wraps(run)
+    def placed_run(worker: Worker) -> None:
         with Devices():
-            return step(machinery)
+            run(worker)
 
     backend_registration._setup_privateuseone_for_python_backend(KIND, _Module())  # type: ignore[no-untyped-call]
-    with mock.patch.object(Machinery, "step", placed_step), Devices():
+    with mock.patch.object(Worker, "_run", placed_run), Devices():
         yield
