@@ -123,3 +123,12 @@ print(*sorted({{name.partition(".")[0] for name in sys.modules}} & {{"torch", "n
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == []
+
+
+SERVICES = {"fastapi", "uvicorn", "starlette", "openai", "prometheus_client", "rich", "ray", "opentelemetry"}
+
+
+def test_importing_the_package_imports_none_of_the_extras() -> None:
+    program = f"import sys, hf_cb; print(*sorted({SERVICES!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from hf_cb.request import TokenLogprobs
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_LEAST = -9999.0  # OpenAI's figure for what has no probability: JSON has none for minus infinity
+_LEAST = -9999.0  # OpenAI's figure for what has no probability: JSON has none for minus infinity, and none for NaN
 
 
 class TopLogprob(TypedDict):
@@ -114,7 +114,7 @@ class TokenTexts:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+    return logprob if logprob > _LEAST else _LEAST  # NaN too
 
 
 def _is_byte_level(tokenizer: Any) -> bool:

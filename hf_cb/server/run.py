@@ -97,6 +97,8 @@ class HttpServer(uvicorn.Server):
             if self._drain_until is None and limit is not None:
                 self._drain_until = time.monotonic() + limit
             is_late = self._drain_until is not None and time.monotonic() > self._drain_until
+            if is_late:
+                self.config.timeout_graceful_shutdown = 0  # what still runs has had its time
             self.should_exit = self._gate.underway == 0 or is_late
         return await super().on_tick(counter)
 
