@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import ray
 from pydantic import PositiveInt, ValidationError, model_validator
@@ -64,8 +65,9 @@ class Deployed(ReplicaSettings):
         return self.max_replicas or self.replicas
 
 
-def build(settings: Deployed) -> serve.Application:
-    """The application, for `serve run` and `serve deploy` too."""
+def build(fields: Deployed | dict[str, Any]) -> serve.Application:
+    """The application, for `serve run` and `serve deploy` too, which give `Deployed`'s fields, as text or as they are."""
+    settings = Deployed.model_validate(fields)
     deployment = serve.deployment(
         serve.ingress()(Replica),
         name="replica",
