@@ -35,6 +35,12 @@ def stream_text(handle: GenerationHandle, tokenizer: Any, *, skip_special_tokens
         yield rest
 
 
+def has_byte_pieces(tokenizer: Any) -> bool:
+    """Whether its pieces are written in GPT-2's alphabet, a character for each byte, and read as those bytes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and type(backend.decoder).__name__ == "ByteLevel"
+
+
 class TextDecoder:
     """A tokenizer and how to decode with it. What a token reads as may depend on those before it."""
 
@@ -50,8 +56,7 @@ class TextDecoder:
     def is_additive(self) -> bool:
         """Whether the text of some tokens is that of the first ones and that of the rest, wherever a character ends: where
         pieces are bytes and nothing else."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        return backend is not None and type(backend.decoder).__name__ == "ByteLevel" and not self._cleans
+        return has_byte_pieces(self._tokenizer) and not self._cleans
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator
@@ -33,19 +34,23 @@ class Http:
     def get(self, path: str) -> str:
         """The body of an answer."""
         connection, response = self._ask("GET", path, None)
-        with connection:
+        with connection, self._reading():
             return response.read().decode("utf-8", "replace")
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of an answer by SSE, up to [DONE]."""
         connection, response = self._ask("POST", path, json.dumps(body).encode())
-        with connection:
-            try:
-                while line := response.readline():
-                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                        yield json.loads(data)
-            except (OSError, http.client.HTTPException) as error:
-                raise ConnectionError(f"{self.url}: the answer broke off ({error or type(error).__name__})") from error
+        with connection, self._reading():
+            while line := response.readline():
+                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                    yield json.loads(data)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            raise ConnectionError(f"{self.url}: the answer broke off ({error or type(error).__name__})") from error
 
     def _ask(self, method: str, path: str, body: bytes | None) -> tuple[_Connection, http.client.HTTPResponse]:
         parts = urlsplit(self.url)

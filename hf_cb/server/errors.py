@@ -74,6 +74,11 @@ def refused(param: str | None, message: str, code: str | None = None) -> ApiErro
     return ApiError(400, message, param=param, code=code)
 
 
+def too_long(param: str, limit: int, got: str) -> ApiError:
+    """A prompt of too many tokens."""
+    return refused(param, f"{param}: takes at most {limit} tokens; got {got}", "context_length_exceeded")
+
+
 def unavailable(message: str) -> ApiError:
     """The same request may be served later, or by another server."""
     return ApiError(503, message, "server_error", code="unavailable", headers=RETRY_AFTER)

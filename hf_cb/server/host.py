@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_cb.errors import HFCBError
-from hf_cb.server.errors import api_error, refused
+from hf_cb.server.errors import api_error, refused, too_long
 from hf_cb.server.logprobs import TokenTexts
 from hf_cb.server.models import ServedModel
 from hf_cb.server.prompts import Prompts
@@ -65,8 +65,7 @@ class Host:
         samples = body.n or 1
         if samples > self._settings.max_n:
             raise refused("n", f"n: takes at most {self._settings.max_n}; got {samples}")
-        prompts = [self._prompts.chat(body)] if isinstance(body, ChatBody) else self._texts_of(body)
-        self._check_lengths(_params(body)["input_ids"], prompts)
+        prompts = self._prompts_of(body)
         options = {**self._sampling(body), **service, "max_new_tokens": self._max_new_tokens(body, prompts)}
         try:
             handles = self.model.engine.submit_batch(prompts, samples, **options)
@@ -75,17 +74,21 @@ class Host:
         stops, by_token = StopStrings(body.stops), body.num_logprobs is not None
         return Asked(prompts, [Reading(handle, self.decoder, stops, by_token) for handle in handles], samples)
 
-    def _texts_of(self, body: CompletionBody) -> list[list[int]]:
-        if len(body.prompts()) > self._settings.max_prompts:
-            raise refused("prompt", f"prompt: takes at most {self._settings.max_prompts} at once; got {len(body.prompts())}")
-        return self._prompts.completion(body)
-
-    def _check_lengths(self, param: str, prompts: Sequence[Sequence[int]]) -> None:
+    def _prompts_of(self, body: ChatBody | CompletionBody) -> list[list[int]]:
         room = self.model.engine.max_tokens - 1
         limit = min(room, self._settings.max_prompt_tokens or room)
+        if isinstance(body, ChatBody):
+            prompts = [self._prompts.chat(body, limit)]
+        else:
+            if len(body.prompts()) > self._settings.max_prompts:
+                raise refused(
+                    "prompt", f"prompt: takes at most {self._settings.max_prompts} at once; got {len(body.prompts())}"
+                )
+            prompts = self._prompts.completion(body, limit)
         longest = max(map(len, prompts))
         if longest > limit:
-            raise refused(param, f"{param}: takes at most {limit} tokens; got {longest}", "context_length_exceeded")
+            raise too_long(_params(body)["input_ids"], limit, str(longest))
+        return prompts
 
     def _max_new_tokens(self, body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]]) -> int:
         """As many as asked for, which the engine may find too many; by default as many as there is room for."""

@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from hf_cb.request import TokenLogprobs
+from hf_cb.text import has_byte_pieces
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LEAST = -9999.0  # OpenAI's figure for what has no probability: JSON has none for minus infinity, and none for NaN
@@ -53,7 +54,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)  # they have no place in an answer's text
         self._added = frozenset(tokenizer.get_added_vocab().values())
-        self._bytes_of = _byte_alphabet() if _is_byte_level(tokenizer) else None
+        self._bytes_of = _byte_alphabet() if has_byte_pieces(tokenizer) else None
 
     def bytes_of(self, token: int) -> bytes:
         """Its part of the text, in UTF-8."""
@@ -115,14 +116,6 @@ class TokenTexts:
 
 def _finite(logprob: float) -> float:
     return logprob if logprob > _LEAST else _LEAST  # NaN too
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether pieces are written in GPT-2's alphabet, a character for each byte."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return hasattr(tokenizer, "byte_decoder")
-    return "ByteLevel" in repr(backend.decoder)
 
 
 def _byte_alphabet() -> dict[str, bytes]:

@@ -8,22 +8,25 @@ import json
 import threading
 from typing import Any
 
-from hf_cb.server.errors import refused
+from hf_cb.server.errors import refused, too_long
 from hf_cb.server.protocol import ChatBody, CompletionBody, Message
+from hf_cb.text import has_byte_pieces
 
 
 class Prompts:
     """A tokenizer of its own, since a fast one may not be set up for a text while others decode with it; from any thread.
 
-    The methods take as long as a text is long: they are not for an event loop. They raise ApiError.
+    The methods take as long as a text is long, but for one that has more than `limit` tokens for sure: they are not for an
+    event loop. They raise ApiError.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
+        self._longest = _longest_piece(tokenizer)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
 
-    def chat(self, body: ChatBody) -> list[int]:
+    def chat(self, body: ChatBody, limit: int) -> list[int]:
         """The ids of a conversation, at whose end an answer is expected."""
         variables = body.chat_template_kwargs or {}
         if taken := sorted(self._reserved & variables.keys()):
@@ -42,15 +45,15 @@ class Prompts:
                 )
             except Exception as error:  # a template is a program of the model's, and refuses in ways of its own
                 raise refused("messages", f"messages: the model's chat template does not take them: {error}") from error
-            return self._ids(text, "messages", add_special_tokens=False)
+            return self._ids(text, "messages", limit, add_special_tokens=False)
 
-    def completion(self, body: CompletionBody) -> list[list[int]]:
+    def completion(self, body: CompletionBody, limit: int) -> list[list[int]]:
         """The ids of each prompt."""
         found = []
         for prompt in body.prompts():
             if isinstance(prompt, str):
                 with self._lock:
-                    prompt = self._ids(prompt, "prompt")
+                    prompt = self._ids(prompt, "prompt", limit)
             found.append(prompt)
         return found
 
@@ -60,7 +63,9 @@ class Prompts:
         except ValueError:
             raise refused("messages", "messages: this model has no chat template; use /v1/completions", "no_template") from None
 
-    def _ids(self, text: str, param: str, **options: Any) -> list[int]:
+    def _ids(self, text: str, param: str, limit: int, **options: Any) -> list[int]:
+        if self._longest is not None and len(text) > limit * self._longest:
+            raise too_long(param, limit, f"a text of {len(text)} characters")
         try:
             ids = list(self._tokenizer(text, **options)["input_ids"])
         except Exception as error:  # as for half of a surrogate pair
@@ -97,3 +102,11 @@ def _arguments(place: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise refused(f"{place}.function.arguments", f"{place}.function.arguments: takes JSON") from None
+
+
+def _longest_piece(tokenizer: Any) -> int | None:
+    """The most characters that a token may stand for; None: that can't be told."""
+    if not has_byte_pieces(tokenizer) or any(t.lstrip or t.rstrip for t in tokenizer.added_tokens_decoder.values()):
+        return None
+    composed = {"NoneType": 1, "NFC": 4}.get(type(tokenizer.backend_tokenizer.normalizer).__name__)
+    return None if composed is None else composed * max(map(len, tokenizer.get_vocab()))

@@ -100,6 +100,7 @@ def test_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (fake_server.events({"error": {"message": "broken"}}), "broken"),
         (fake_server.events({"choices": [{"delta": {"content": "a"}}]}), "an answer came without its usage"),
+        ('data: {"choices"\n\n', "the answer broke off"),
     ],
 )
 def test_answers_that_break_off(body: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

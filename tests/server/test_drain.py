@@ -31,13 +31,14 @@ model = load_model(sys.argv[1], "tiny", device="cpu", dtype="float32", max_batch
 
 def metrics():
     stats = model.engine.stats()
-    return str(stats.running + stats.waiting).encode(), "text/plain"
+    come = stats.running + stats.waiting + sum(stats.finished.values())
+    return str(come).encode(), "text/plain"
 
 
 serve([model], ServerSettings(port=0), metrics=metrics, on_ready=lambda url: print(url, flush=True))
 print("closed", model.engine.is_open, flush=True)
 """
-LONG: dict[str, Any] = {"model": web.MODEL, "messages": web.HELLO, "temperature": 0, "max_tokens": 250, "ignore_eos": True}
+LONG: dict[str, Any] = {"model": web.MODEL, "messages": web.HELLO, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_cb.server.errors import ApiError
 from hf_cb.server.prompts import Prompts
-from hf_cb.server.protocol import ChatBody
+from hf_cb.server.protocol import ChatBody, CompletionBody
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool {{ tool.function.name }} {{ tool | tojson }}>{% endfor %}"
@@ -28,6 +28,9 @@ TOOL = {
 }
 
 
+LIMIT = 2000  # tokens
+
+
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Any:
     found = AutoTokenizer.from_pretrained(folder)
@@ -36,7 +39,7 @@ def tokenizer(folder: Path) -> Any:
 
 
 def text_of(tokenizer: Any, **body: Any) -> str:
-    ids = Prompts(tokenizer).chat(ChatBody.model_validate({"model": "m", **body}))
+    ids = Prompts(tokenizer).chat(ChatBody.model_validate({"model": "m", **body}), LIMIT)
     return str(tokenizer.decode(ids))
 
 
@@ -76,7 +79,7 @@ def test_the_same_ids_as_the_template_gives(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "Ü 世界 <|im_end|>"}]
     want = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert Prompts(tokenizer).chat(ChatBody.model_validate({"model": "m", "messages": chat})) == want
+    assert Prompts(tokenizer).chat(ChatBody.model_validate({"model": "m", "messages": chat}), LIMIT) == want
 
 
 @pytest.mark.parametrize(
@@ -109,3 +112,17 @@ def test_a_model_without_a_template(tokenizer: Any) -> None:
     with pytest.raises(ApiError, match="/v1/completions") as caught:
         text_of(other, messages=[{"role": "user", "content": "a"}])
     assert caught.value.code == "no_template"
+
+
+def test_a_text_that_is_too_long_for_sure_is_not_even_taken_apart(folder: Path) -> None:
+    """A few megabytes would take seconds, in which nobody else's would be."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts, longest = Prompts(tokenizer), max(map(len, tokenizer.get_vocab()))
+    prompts._tokenizer = lambda text, **_: {"input_ids": [0]}
+    body = CompletionBody(model="m", prompt="x" * (5 * longest))
+    assert prompts.completion(body, 5) == [[0]]
+    with pytest.raises(ApiError, match="at most 4 tokens") as caught:
+        prompts.completion(body, 4)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+    for text in (" " * 500, "=" * 300, "e\u0301" * 200, "世" * 100):
+        assert len(text) <= longest * len(tokenizer(text)["input_ids"])
