@@ -19,6 +19,7 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -103,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             signal.signal(number, lambda *_: told_to_end.set())
         print(f"http://{args.host}:{args.port}/v1", flush=True)
         told_to_end.wait()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C doesn't wait
         print("finishing what was accepted", file=sys.stderr)
         _drain(settings.drain_seconds)
 
@@ -118,7 +120,7 @@ def _start(settings: Deployed) -> None:
 
 @contextlib.contextmanager
 def _cluster(address: str | None, settings: Deployed) -> Iterator[None]:
-    """The cluster at `address`, or one of this machine that ends with this process."""
+    """The cluster at `address`, of which only our application ends, or one of this machine that ends with this process."""
     if address is not None:
         try:
             ray.init(address, log_to_driver=False)
@@ -130,7 +132,10 @@ def _cluster(address: str | None, settings: Deployed) -> Iterator[None]:
     try:
         yield
     finally:
-        serve.shutdown()
+        if address is None:
+            serve.shutdown()
+        else:
+            serve.delete(APP, _blocking=False)
         ray.shutdown()
 
 
@@ -165,7 +170,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         ServerSettings(args.host, args.port, keys_of_environment(), args.allow_without_keys).check_bind()
+        if args.address is None:
+            socket.create_server((args.host, args.port)).close()  # Ray would find out after half a minute, in many lines
         Deployed(**{name: value for name, value in vars(args).items() if name in Deployed.model_fields})
+    except OSError as error:
+        parser.error(f"--port: {args.host}:{args.port}: {error.strerror}")
     except hf_cb.InvalidArgumentError as error:
         parser.error(f"--{error}; keys come from $HF_CB_API_KEYS, or --allow-without-keys")
     except ValidationError as error:
