@@ -14,6 +14,7 @@ from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
+from hf_cb.runtime.streams import streams_of
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ def output(*rows: ScheduledRow) -> SchedulerOutput:
     return SchedulerOutput(rows, sum(len(row.token_ids) for row in rows))
 
 
-STEP = build_input_batch(output(ScheduledRow(1, 0, (5, 6, 7), (0,), True)), 4, CPU).steps[0]
+STEP = build_input_batch(output(ScheduledRow(1, 0, (5, 6, 7), (0,), True)), 4, streams_of(CPU)).steps[0]
 Q, K, V = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 6)
 SPECS = [spec(), spec(window=4), spec()]
 
