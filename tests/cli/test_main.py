@@ -57,7 +57,9 @@ def test_a_missing_extra_is_a_line_with_the_command_that_gets_it(
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(name, *args, **kwargs)
 
-    ours = ("hf_cb.server.run", "hf_cb.metrics.collector", "hf_cb.cli.panel")
+    ours = {"hf_cb.server.run", "hf_cb.metrics.collector", "hf_cb.cli.panel"}
+    for name in sys.modules.keys() & ours:  # imported anew, each takes its own place in its package: to be put back, too
+        monkeypatch.setattr(name, sys.modules[name])
     for name in [name for name in sys.modules if name.partition(".")[0] == package or name in ours]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
