@@ -68,8 +68,11 @@ def model(bare_model, workload, expected) -> LlamaForCausalLM:
     return bare_model
 
 
+ELSEWHERE = ("hf_cb_compiled", "generate_batch_flash")  # the first takes a minute, the second a GPU
+
+
 @pytest.mark.parametrize("concurrency", [2, 4])
-@pytest.mark.parametrize("name", [name for name in peers.PEERS if name != "hf_cb_compiled"])  # that takes a minute
+@pytest.mark.parametrize("name", [name for name in peers.PEERS if name not in ELSEWHERE])
 def test_a_peer_gives_the_forced_lengths_and_the_greedy_tokens(name, concurrency, model, workload, expected):
     attributes, config, progress = set(vars(model)), model.config.to_dict(), []
     lock = threading.Lock()
