@@ -26,6 +26,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+# Ray kills a proxy that isn't there in 5 s, which a busy machine may well need. Read when Ray is imported.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+
 import ray
 from pydantic import PositiveInt, ValidationError, model_validator
 from ray import serve

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hf_cb.config import CBConfig
 from hf_cb.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 MODEL = "id on the Hugging Face Hub, or a folder"
 API_KEY = "HF_CB_API_KEY"
 """The environment variable with the key that clients send, where no option gives one."""
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 Commands = Any  # argparse names the class of its subparsers, but not in public
 
@@ -36,7 +41,7 @@ def add_command(commands: Commands, name: str, help: str, description: str, exam
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """How a model is loaded."""
     add_device(parser)
-    parser.add_argument("--dtype", default="auto", help="such as float32, bfloat16 (default: the model's own)")
+    parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (default: auto, the checkpoint's own)")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +86,16 @@ def seconds(text: str) -> float:
     return value
 
 
+@contextlib.contextmanager
+def named_as_options() -> Iterator[None]:
+    """Errors that begin with a field's name begin with that of its option: kv_cache_memory is --kv-cache-memory."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        name, colon, rest = str(error).partition(":")
+        raise InvalidArgumentError(f"--{name.replace('_', '-')}{colon}{rest}") from error
+
+
 def load(source: str, args: argparse.Namespace, name: str | None = None, **options: Any) -> ServedModel:
     """The model that a command names, with an engine. Raises InvalidArgumentError if there is none that can be loaded."""
     from hf_cb.server.models import load_model
@@ -89,7 +104,11 @@ def load(source: str, args: argparse.Namespace, name: str | None = None, **optio
     path = os.path.expanduser(source)
     if path.startswith((os.sep, os.curdir)) and not os.path.isdir(path):
         raise InvalidArgumentError(f"{source}: there is no such folder; a model is an {MODEL}")
-    print(f"loading {source}", file=sys.stderr)
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "config.json")):
+        raise InvalidArgumentError(f"{source}: there is no config.json in this folder; a model is an {MODEL}")
+    with named_as_options():
+        CBConfig.make(**options)
+    print(f"loading {source}; the first time on a machine, the attention kernel is compiled too", file=sys.stderr)
     try:
         return load_model(path, name, device=device, dtype=args.dtype, **options)
     except InvalidArgumentError:

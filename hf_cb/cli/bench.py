@@ -124,6 +124,7 @@ def _measure(target: Target, num_requests: int, concurrency: int) -> Figures:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    print("... a first request, which is not measured", file=sys.stderr)
     target.ask(-1)  # what is slow only the first time is not measured
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

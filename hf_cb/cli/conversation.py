@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.handle import GenerationHandle
+from hf_cb.options import Defaults, make_request
 from hf_cb.text import stream_text
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Conversation:
             encoded = self._served.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program of the model's, and refuses in ways of its own
             raise InvalidArgumentError(f"the model's chat template does not take this conversation: {error}") from error
-        handle = self._served.engine.submit(encoded["input_ids"], **self._options())
+        handle = self._served.engine.submit(encoded["input_ids"], **submit_options(self.settings))
         return Answer(handle, self._served.tokenizer)
 
     def settle(self, question: str, answer: str) -> None:
@@ -54,21 +55,28 @@ class Conversation:
         if name not in SETTINGS:
             raise InvalidArgumentError(f"{name}: no such setting; there are {', '.join(SETTINGS)}")
         try:
-            self.settings[name] = int(text) if name in INTEGERS else float(text)
+            settings = {**self.settings, name: int(text) if name in INTEGERS else float(text)}
         except ValueError:
             kind = "an integer" if name in INTEGERS else "a number"
             raise InvalidArgumentError(f"{name}: takes {kind}; got {text!r}") from None
-
-    def _options(self) -> dict[str, Any]:
-        temperature = self.settings.get("temperature")
-        if temperature is None:
-            return {**self.settings}
-        if temperature == 0:
-            return {"do_sample": False, **{name: value for name, value in self.settings.items() if name not in _DRAWING}}
-        return {"do_sample": True, **self.settings}
+        submit_options(settings)
+        self.settings = settings
 
 
 _DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+def submit_options(settings: Mapping[str, float]) -> dict[str, Any]:
+    """What `Engine.submit` is given for these of `SETTINGS`. Raises InvalidArgumentError for a value that it does not take."""
+    temperature = settings.get("temperature")
+    if temperature is None:
+        options: dict[str, Any] = dict(settings)
+    elif temperature == 0:
+        options = {"do_sample": False, **{name: value for name, value in settings.items() if name not in _DRAWING}}
+    else:
+        options = {"do_sample": True, **settings}
+    make_request((0,), options, Defaults(), lambda: 0)
+    return options
 
 
 class Answer:

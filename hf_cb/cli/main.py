@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+import hf_cb
 from hf_cb.cli import bench, doctor, run, serve, top
 from hf_cb.errors import HFCBError
 
 _COMMANDS = (run, serve, bench, top, doctor)
-_EXTRAS = {"rich": "cli", "prometheus_client": "metrics", "opentelemetry": "tracing", "fastapi": "server", "uvicorn": "server"}
+_OPTIONAL = ("rich", "prometheus_client", "opentelemetry", "fastapi", "uvicorn")
 _EPILOG = """\
 examples:
   hf-cb run ~/models/SmolLM2-135M-Instruct               chat in this terminal
@@ -37,10 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        package = (error.name or "").partition(".")[0]
+        if package not in _OPTIONAL:
             raise
-        return _fail(f"{args.command} needs {error.name}: pip install 'hf-cb[{extra}]'")
+        extra = "tracing" if package == "opentelemetry" else "server" if args.command == "serve" else "cli"
+        return _fail(f"{args.command} needs {package}: pip install 'hf-cb[{extra}]', or in a clone pip install -e '.[{extra}]'")
     except (HFCBError, OSError) as error:
         return _fail(str(error))
     return status
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"hf-cb {hf_cb.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in _COMMANDS:
         command.add_to(commands)

@@ -7,8 +7,8 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from hf_cb.cli.arguments import MODEL, Commands, add_command, add_loading, count, load
-from hf_cb.cli.conversation import INTEGERS, SETTINGS, Conversation
+from hf_cb.cli.arguments import MODEL, Commands, add_command, add_loading, count, load, named_as_options
+from hf_cb.cli.conversation import INTEGERS, SETTINGS, Conversation, submit_options
 from hf_cb.errors import EngineClosedError, EngineDeadError, HFCBError, InvalidArgumentError, RequestTooLongError
 
 if TYPE_CHECKING:
@@ -31,6 +31,16 @@ Ctrl-C stops an answer. What came of it stays part of the chat."""
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
+_SAMPLING = {
+    "temperature": "default: the model's own; 0: always the most probable token",
+    "top_p": "default: the model's own",
+    "top_k": "default: the model's own",
+    "min_p": "default: the model's own",
+    "repetition_penalty": "default: the model's own",
+    "seed": "of the answers' draws (default: another one for each)",
+}
+
+
 def add_to(commands: Commands) -> None:
     """Make it one of the commands."""
     about = (
@@ -40,11 +50,12 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("question", metavar="QUESTION", nargs="?", help="answer this, and leave")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--max-new-tokens", type=count, default=1024, help="the most tokens of an answer (default: 1024)")
-    for name in SETTINGS[1:]:
-        kind = int if name in INTEGERS else float
-        more = "; 0: always the most probable token" if name == "temperature" else ""
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"default: the model's own{more}")
+    parser.add_argument(
+        "--max-new-tokens", type=count, metavar="N", default=1024, help="the most tokens of an answer (default: 1024)"
+    )
+    for name, text in _SAMPLING.items():
+        kind, metavar = (int, "N") if name in INTEGERS else (float, "X")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     add_loading(parser)
     parser.set_defaults(run=run)
 
@@ -55,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     settings = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    with named_as_options():
+        submit_options(settings)  # before the model is loaded
     served = load(args.model, args)
     try:
         conversation = Conversation(served, args.system, settings)

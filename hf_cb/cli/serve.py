@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hf_cb.cli.arguments import MODEL, Commands, add_command, add_loading, count, load, seconds
+from hf_cb.cli.arguments import MODEL, Commands, add_command, add_loading, count, load, named_as_options, seconds
 from hf_cb.errors import InvalidArgumentError, NotInstalledError
 
 if TYPE_CHECKING:
@@ -85,13 +87,10 @@ def run(args: argparse.Namespace) -> int:
     """Load the models and serve them until told to end."""
     from hf_cb.server.run import serve
 
-    settings = settings_of(args)
-    try:
-        settings.check_bind()  # before minutes of loading
-    except InvalidArgumentError as error:
-        hint = "--api-key-file FILE or --api-key KEY, or --allow-without-keys for everybody"
-        raise InvalidArgumentError(f"--{error} ({hint})") from None
+    with named_as_options():
+        settings = settings_of(args)
     named = _named(args.models)
+    _check_address(settings)  # before minutes of loading
     engines: dict[str, Engine] = {}
     metrics = None
     if not args.no_metrics:
@@ -114,6 +113,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_address(settings: ServerSettings) -> None:
+    try:
+        settings.check_bind()
+        socket.create_server((settings.host, settings.port), family=settings.family).close()
+    except InvalidArgumentError as error:
+        hint = "--api-key-file FILE or --api-key KEY, or --allow-without-keys for everybody"
+        raise InvalidArgumentError(f"--{error} ({hint})") from None
+    except OSError as error:
+        told = "is in use; --port takes another one" if error.errno == errno.EADDRINUSE else f"can't be had: {error.strerror}"
+        raise InvalidArgumentError(f"--port: {settings.port} on {settings.host} {told}") from None
+
+
 def _close(model: ServedModel) -> None:
     with contextlib.suppress(NotInstalledError):  # a server closes its models itself, if it came to serve them
         model.close()
@@ -128,7 +139,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         with open(args.api_key_file) as file:
             keys += filter(None, (line.strip() for line in file))
         if not keys:
-            raise InvalidArgumentError(f"--api-key-file: {args.api_key_file} has no key in it")
+            raise InvalidArgumentError(f"api_key_file: {args.api_key_file} has no key in it")
     return ServerSettings(api_keys=tuple(keys), allow_without_keys=args.allow_without_keys, **_given(args, SERVER))
 
 

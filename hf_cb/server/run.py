@@ -104,8 +104,7 @@ class HttpServer(uvicorn.Server):
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listening = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+    listening = socket.create_server((settings.host, settings.port), family=settings.family, backlog=_BACKLOG)
     if settings.write_timeout is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
         # Of each connection: one whose client is gone, or takes nothing, holds its last bytes no longer than this.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_timeout * 1000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import math
+import socket
 from dataclasses import dataclass
 
 from hf_cb.errors import InvalidArgumentError
@@ -51,6 +52,11 @@ class ServerSettings:
             raise InvalidArgumentError(
                 f"host: {self.host} can be reached from outside of this machine; give an API key, or say that none is needed"
             )
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        """Of the address."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
     def key_index(self, key: str) -> int | None:
         """Which of the keys this is, in a time that does not depend on how much of it is right; None: none of them."""

@@ -6,6 +6,7 @@ import argparse
 import builtins
 import dataclasses
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import tiny_chat
 
+import hf_cb
 from hf_cb.cli import main as cli
 from hf_cb.cli import serve
 from hf_cb.cli.main import main
@@ -44,7 +46,7 @@ def test_every_example_in_the_help_is_a_command_line(command: str, capsys: pytes
         (["run", "x"], "rich", "cli"),
         (["top"], "rich", "cli"),
         (["serve", "x"], "uvicorn", "server"),
-        (["serve", "x"], "prometheus_client", "metrics"),
+        (["serve", "x", "--port", "0"], "prometheus_client", "server"),
     ],
 )
 def test_a_missing_extra_is_a_line_with_the_command_that_gets_it(
@@ -66,7 +68,7 @@ def test_a_missing_extra_is_a_line_with_the_command_that_gets_it(
     assert main(command) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hf-cb: {command[0]} needs {package}")
-    assert line.endswith(f": pip install 'hf-cb[{extra}]'")
+    assert line.endswith(f": pip install 'hf-cb[{extra}]', or in a clone pip install -e '.[{extra}]'")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["bench", "x", "--concurrency", "0"], "argument --concurrency: takes an integer >= 1; got '0'"),
         (["top", "--interval", "nan"], "argument --interval: takes seconds > 0; got 'nan'"),
+        (["run", "x", "--dtype", "float12"], "argument --dtype: invalid choice: 'float12'"),
         (["run"], "the following arguments are required: MODEL"),
     ],
 )
@@ -114,13 +117,30 @@ def test_wrong_command_lines(command: list[str], message: str, capsys: pytest.Ca
         (["serve", "x", "--host", "0.0.0.0"], "--host: 0.0.0.0 can be reached from outside"),
         (["serve", "x", "--api-key-file", "/nowhere"], "[Errno 2] No such file"),
         (["serve", "a/m", "b/m"], "MODEL: two have the name 'm'"),
-        (["serve", "x", "--port", "70000"], "port: takes 0 to 65535"),
+        (["serve", "x", "--port", "70000"], "--port: takes 0 to 65535"),
+        (["serve", "x", "--port", "0", "--policy", "none"], "--policy: takes fcfs, priority, fair"),
+        (["serve", "x", "--port", "0", "--kv-cache-memory", "lots"], "--kv-cache-memory: takes bytes"),
+        (["run", "x", "--temperature", "-1"], "--temperature: takes"),
+        (["run", "."], ".: there is no config.json in this folder"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hf-cb: " + message)
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "no/model", "--port", str(port)]) == 1
+    assert capsys.readouterr().err == f"hf-cb: --port: {port} on 127.0.0.1 is in use; --port takes another one\n"
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert (left.value.code, capsys.readouterr().out) == (0, f"hf-cb {hf_cb.__version__}\n")
 
 
 def test_every_setting_of_a_server_has_an_option() -> None:
@@ -151,7 +171,7 @@ def test_defaults_are_those_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_key_file_without_keys_opens_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_CB_API_KEYS", raising=False)
     (tmp_path / "keys").write_text("\n")
-    with pytest.raises(InvalidArgumentError, match=r"--api-key-file: .* has no key in it"):
+    with pytest.raises(InvalidArgumentError, match=r"api_key_file: .* has no key in it"):
         serve.settings_of(parsed("--api-key-file", str(tmp_path / "keys")))
 
 

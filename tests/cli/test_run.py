@@ -12,7 +12,7 @@ import pytest
 import tiny_chat
 from terminal import CTRL_C, Terminal, environment
 
-from hf_cb.cli.conversation import Conversation
+from hf_cb.cli.conversation import Conversation, submit_options
 from hf_cb.cli.main import main
 from hf_cb.cli.run import _HARMLESS
 from hf_cb.errors import InvalidArgumentError
@@ -132,7 +132,7 @@ def test_whoever_stops_listening_frees_what_the_engine_holds(served: ServedModel
     ],
 )
 def test_settings(served: ServedModel, settings: dict[str, float], options: dict[str, object]) -> None:
-    assert Conversation(served, settings=settings)._options() == options
+    assert submit_options(settings) == options
 
 
 @pytest.mark.parametrize(
