@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import crowd
@@ -204,17 +205,20 @@ def test_cancelled_as_soon_as_it_is_admitted() -> None:
         runner = engine._worker.machinery.runner
         launch, handles = runner.launch, [engine.submit(rows[1].prompt[0], max_new_tokens=len(rows[1].tokens))]
         late: list[hf_cb.GenerationHandle] = []
+        submitting = threading.Lock()  # no step meets a request whose handle is not in the list yet
 
         def cancel(output: SchedulerOutput, before: Launched | None = None) -> Launched:
             launched = launch(output, before)
-            for handle in late:
-                if before is not None and any(row.request_id == handle.request_id for row in output.rows):
-                    handle.cancel()
+            with submitting:
+                for handle in late:
+                    if before is not None and any(row.request_id == handle.request_id for row in output.rows):
+                        handle.cancel()
             return launched
 
         runner.launch = cancel  # type: ignore[method-assign]
         for row in rows[2:6]:
-            late.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
+            with submitting:
+                late.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
             handles.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
         assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows[1:6]]
         for handle in late:
