@@ -73,6 +73,18 @@ def test_same_tokens(name: str, situation: str) -> None:
             assert list(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)).result().tokens) == row.tokens
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_pool_that_holds_one_window(count: int) -> None:
+    """What a prompt's next part needs, the window gives back: but only when the part before it has ended."""
+    model, prompt = truth.model("mistral"), torch.arange(3, 103)[None]
+    wanted = type(model).generate(model, prompt, max_new_tokens=5)[0, 100:].tolist()
+    fewest = (models.WINDOW + 16) // 4 + 2
+    with hf_cb.continuous_batching(model, **SMALL, max_batch_tokens=16, num_blocks=fewest, prefix_cache=False) as engine:
+        with crowd.held(engine, count):
+            handles = [engine.submit(prompt[0], max_new_tokens=5) for _ in range(count)]
+        assert [list(handle.result().tokens) for handle in handles] == [wanted] * count
+
+
 def test_calls_of_all_kinds_together() -> None:
     """Some of which the host has to see each token of, so that steps are waited for now and then."""
     model = truth.model("llama")
