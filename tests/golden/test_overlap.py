@@ -81,7 +81,7 @@ def test_a_pool_that_holds_one_window(count: int) -> None:
     fewest = (models.WINDOW + 16) // 4 + 2
     with hf_cb.continuous_batching(model, **SMALL, max_batch_tokens=16, num_blocks=fewest, prefix_cache=False) as engine:
         with crowd.held(engine, count):
-            handles = [engine.submit(prompt[0], max_new_tokens=5) for _ in range(count)]
+            handles = [engine.submit(prompt[0], max_new_tokens=5, timeout=15) for _ in range(count)]
         assert [list(handle.result().tokens) for handle in handles] == [wanted] * count
 
 
