@@ -20,6 +20,7 @@ class Draft:
     copies: dict[int, int] = field(default_factory=dict)  # copy -> block: one that is handed out anew is copied to once
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    is_short: bool = False  # of blocks for somebody who waits for what the step underway gives back
 
     def grant(self, seq: Sequence, end: int, copies: tuple[tuple[int, int], ...]) -> None:
         """Give `seq` its tokens up to position `end`."""

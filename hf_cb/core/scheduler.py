@@ -76,6 +76,7 @@ class Scheduler:
         self._pacer = None if target_itl is None else Pacer(target_itl, block_size)
         self._watermark = num_blocks // _WATERMARK
         self._is_crowded = False  # somebody was preempted, and nobody has ended since
+        self._num_underway = 0  # steps that were advanced and not settled
 
     @property
     def num_running(self) -> int:
@@ -177,7 +178,7 @@ class Scheduler:
         step is underway."""
         draft = Draft(self._budget())
         self._serve_running(draft)
-        if not draft.preempted:  # else who is admitted now would be the next to be preempted
+        if not draft.preempted and not draft.is_short:  # else who is admitted now would be the next to be preempted
             self._admit(draft)
         return draft.output()
 
@@ -207,6 +208,7 @@ class Scheduler:
 
     def advance(self, output: SchedulerOutput) -> None:
         """Count the step of the latest `schedule` as computed: it is underway, and what follows comes after it."""
+        self._num_underway += 1
         for row in output.rows:
             head = self._sequences.get(row.request_id)
             if head is None:  # aborted since
@@ -220,6 +222,7 @@ class Scheduler:
 
     def settle(self, output: SchedulerOutput, result: StepResult) -> list[Emission]:
         """Take in the result of the oldest step that was advanced. See `update`."""
+        self._num_underway -= 1
         emissions = []
         for row in output.rows:
             head = self._sequences.get(row.request_id)
@@ -289,6 +292,11 @@ class Scheduler:
         None: it is itself the least deserving."""
         while (copies := self._kv.reserve(seq, end)) is None:
             victim = self._policy.victim(self._running)
+            if victim.request_id == seq.request_id and self._num_underway:
+                # The step underway may give blocks back, its own too: those that it sees no more. Preempted, it would come to
+                # the same point again and again where the pool has but what one sequence needs.
+                draft.is_short = True
+                return None
             draft.revoke(victim)
             draft.swap_out += self._preempt(victim, may_move=True)
             if victim.request_id == seq.request_id:

@@ -40,9 +40,9 @@ class TorchDraws:
         """A token by probs [vocab]."""
         return int(torch.multinomial(probs, 1, generator=self._generator))
 
-    def times(self, probs: torch.Tensor) -> torch.Tensor:
-        """The times [vocab] of the race that `draw` decides, as it takes them from the generator."""
-        return torch.empty_like(probs).exponential_(generator=self._generator)
+    def take(self, times: torch.Tensor) -> None:
+        """Put in the times [vocab] of the race that `draw` decides, as it takes them from the generator."""
+        times.exponential_(generator=self._generator)
 
 
 class MersenneDraws:
@@ -93,10 +93,12 @@ def draw_all(sources: Sequence[Draws], probs: torch.Tensor) -> torch.Tensor:
 
 def _race(sources: Sequence[TorchDraws], probs: torch.Tensor) -> torch.Tensor:
     """What `multinomial` does, all but its look at the probabilities, for which it waits for the device."""
-    times = torch.stack([source.times(row) for source, row in zip(sources, probs, strict=True)])
     least, most = probs.aminmax(dim=-1)  # a NaN is both
-    fine = (least >= 0) & (most > 0) & most.isfinite()
-    return (probs / times).argmax(dim=-1).masked_fill_(~fine, -1)
+    bad = ~((least >= 0) & (most > 0) & most.isfinite())
+    times = torch.empty_like(probs)  # all memory first: a step for which there is none is tried again, a draw is not
+    for source, row in zip(sources, times, strict=True):
+        source.take(row)
+    return torch.div(probs, times, out=times).argmax(dim=-1).masked_fill_(bad, -1)
 
 
 def _draw(source: Draws, probs: torch.Tensor) -> int:

@@ -35,6 +35,7 @@ class Launched:
     rows: list[RowState]  # theirs: a request may end before its step does
     draft: Draft | None  # None: there are none
     arriving: Download  # the draft's tokens [n], and whether there is a NaN in each row's logits [n]
+    errors: dict[int, BaseException]  # request id -> what is known already
     seconds: float  # that the model took of the host's time
 
 
@@ -116,18 +117,20 @@ class ModelRunner:
             return self._draft(output, batch, logits, time.perf_counter() - began)
 
     def _draft(self, output: SchedulerOutput, batch: InputBatch, logits: torch.Tensor, seconds: float) -> Launched:
-        """Let the device choose a token for each row that samples and is not a beam."""
+        """Let the device choose a token for each row that samples and is not a beam. Last: what may fail has to fail before,
+        since a draw that is made is gone."""
+        errors = self._note_prompts(batch, logits)
         ids, own = batch.sampling_ids, logits[: len(batch.sampling_ids)]
         if self._beams:
             rest = [i for i, key in enumerate(ids) if key in self._rows]
             ids, own = tuple(ids[i] for i in rest), own[rest]
         rows = [self._rows[request_id] for request_id in ids]
         if not ids:
-            return Launched(output, batch, logits, ids, rows, None, self._streams.download(), seconds)
-        draft = choose(own, rows)
+            return Launched(output, batch, logits, ids, rows, None, self._streams.download(), errors, seconds)
         has_nan = own.amax(dim=-1).isnan()  # the largest of a row with a NaN is NaN
+        draft = choose(own, rows)
         arriving = self._streams.download(draft.tokens, has_nan)
-        return Launched(output, batch, logits, ids, rows, draft, arriving, seconds)
+        return Launched(output, batch, logits, ids, rows, draft, arriving, errors, seconds)
 
     def collect(self, launched: Launched) -> StepResult:
         """What came of a step. Waits for it."""
@@ -135,13 +138,11 @@ class ModelRunner:
             began = time.perf_counter()
             arrived = launched.arriving.wait()
             self.model_seconds = launched.seconds + time.perf_counter() - began
-            batch, logits = launched.batch, launched.logits
-            errors = self._note_prompts(batch, logits)
-            result = self._accept(launched, arrived, errors)
+            result = self._accept(launched, arrived, launched.errors)
             if not self._beams:
                 return result
             # Last: nothing can go wrong any more, so that a choice is never made and lost.
-            choices = self._choose(launched.output, logits[: len(batch.sampling_ids)], errors)
+            choices = self._choose(launched.output, launched.logits[: len(launched.batch.sampling_ids)], launched.errors)
             return dataclasses.replace(result, choices=choices)
 
     def _accept(self, launched: Launched, arrived: tuple[torch.Tensor, ...], errors: dict[int, BaseException]) -> StepResult:

@@ -7,7 +7,7 @@ first, row by row; then what its SamplingParams say, for all rows together (`war
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -122,17 +122,27 @@ def accept(draft: Draft, rows: Sequence[RowState], tokens: list[int]) -> Sampled
                 stopped.add(i)
         except BaseException as error:
             errors[i] = error
-    return Sampled(tokens, errors, frozenset(stopped), _logprobs(draft.logits, rows, tokens, errors))
+    asking = {i: row.logprobs for i, row in enumerate(rows) if row.logprobs is not None and i not in errors}
+    return Sampled(tokens, errors, frozenset(stopped), _logprobs(draft.logits, asking, tokens, errors))
 
 
 def _logprobs(
-    logits: torch.Tensor, rows: Sequence[RowState], tokens: Sequence[int], errors: Collection[int]
+    logits: torch.Tensor, asking: dict[int, int], tokens: Sequence[int], errors: dict[int, BaseException]
 ) -> dict[int, TokenLogprobs]:
-    asking = {i: row.logprobs for i, row in enumerate(rows) if row.logprobs is not None and i not in errors}
+    """By index of the row. The tokens are chosen and can't be again: what fails here is tried in halves, not the step."""
     if not asking:
         return {}
-    found = token_logprobs(logits[list(asking)], [tokens[i] for i in asking], list(asking.values()))
-    return dict(zip(asking, found, strict=True))
+    rows = list(asking)
+    try:
+        found = token_logprobs(logits[rows], [tokens[i] for i in rows], list(asking.values()))
+    except Exception as error:
+        if len(rows) == 1:
+            errors[rows[0]] = error
+            return {}
+        halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        first, second = (_logprobs(logits, {i: asking[i] for i in half}, tokens, errors) for half in halves)
+        return first | second
+    return dict(zip(rows, found, strict=True))
 
 
 def _best(scores: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import crowd
@@ -70,6 +71,18 @@ def test_same_tokens(name: str, situation: str) -> None:
         # Alone, with what the others have left in the prefix cache.
         for row in truth.rows(name):
             assert list(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)).result().tokens) == row.tokens
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_pool_that_holds_one_window(count: int) -> None:
+    """What a prompt's next part needs, the window gives back: but only when the part before it has ended."""
+    model, prompt = truth.model("mistral"), torch.arange(3, 103)[None]
+    wanted = type(model).generate(model, prompt, max_new_tokens=5)[0, 100:].tolist()
+    fewest = (models.WINDOW + 16) // 4 + 2
+    with hf_cb.continuous_batching(model, **SMALL, max_batch_tokens=16, num_blocks=fewest, prefix_cache=False) as engine:
+        with crowd.held(engine, count):
+            handles = [engine.submit(prompt[0], max_new_tokens=5, timeout=15) for _ in range(count)]
+        assert [list(handle.result().tokens) for handle in handles] == [wanted] * count
 
 
 def test_calls_of_all_kinds_together() -> None:
@@ -204,17 +217,20 @@ def test_cancelled_as_soon_as_it_is_admitted() -> None:
         runner = engine._worker.machinery.runner
         launch, handles = runner.launch, [engine.submit(rows[1].prompt[0], max_new_tokens=len(rows[1].tokens))]
         late: list[hf_cb.GenerationHandle] = []
+        submitting = threading.Lock()  # no step meets a request whose handle is not in the list yet
 
         def cancel(output: SchedulerOutput, before: Launched | None = None) -> Launched:
             launched = launch(output, before)
-            for handle in late:
-                if before is not None and any(row.request_id == handle.request_id for row in output.rows):
-                    handle.cancel()
+            with submitting:
+                for handle in late:
+                    if before is not None and any(row.request_id == handle.request_id for row in output.rows):
+                        handle.cancel()
             return launched
 
         runner.launch = cancel  # type: ignore[method-assign]
         for row in rows[2:6]:
-            late.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
+            with submitting:
+                late.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
             handles.append(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)))
         assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows[1:6]]
         for handle in late:

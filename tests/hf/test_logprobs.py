@@ -11,6 +11,8 @@ import seam
 import torch
 
 from hf_cb.core.output import SchedulerOutput, StepResult
+from hf_cb.runtime import logprobs as prompts
+from hf_cb.runtime import sampler
 
 NEW = 10
 PROMPTS = seam.prompts(9, 1, 17, 5, 12, 2, 14, 8)
@@ -111,3 +113,27 @@ def test_a_step_that_is_computed_in_parts_gives_all_that_belongs_to_its_tokens()
             assert result.logprobs is not None
             for place, got in enumerate(result.logprobs, start=len(prompt) - 1):
                 check(got, logprobs[place], result.tokens[place - len(prompt) + 1], 0)
+
+
+@pytest.mark.parametrize("module", [prompts, sampler], ids=["prompt", "output"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_too_little_memory_for_them_makes_no_draw_twice(module: Any, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of those who ask nor of who is in the same step."""
+    call = {"max_new_tokens": NEW, "do_sample": True, "temperature": 2.0, "min_new_tokens": 3}
+    with seam.duo(options={"overlap": overlap}) as duo:
+        wanted = [duo.engine.submit(prompt, seed=i, **call).result().tokens for i, prompt in enumerate(PROMPTS[:4])]
+        compute, failures = module.token_logprobs, [torch.OutOfMemoryError("no memory")] * 2
+
+        def fail(*args: Any) -> Any:
+            if failures and len(args[1]) > 1:
+                raise failures.pop()
+            return compute(*args)
+
+        monkeypatch.setattr(module, "token_logprobs", fail)
+        with crowd.held(duo.engine, 4):
+            handles = [
+                duo.engine.submit(prompt, seed=i, **call, **({"logprobs": 1, "prompt_logprobs": 1} if i % 2 == 0 else {}))
+                for i, prompt in enumerate(PROMPTS[:4])
+            ]
+        assert [handle.result().tokens for handle in handles] == wanted
+        assert not failures
