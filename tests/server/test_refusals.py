@@ -9,10 +9,12 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 import web
 
 from hf_cb.errors import InvalidArgumentError
+from hf_cb.server.protocol import ChatBody, CompletionBody
 from hf_cb.server.settings import ServerSettings
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,6 +56,10 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"functions": []}, "functions"),
+    (CHAT, {"Functions": []}, "Functions"),  # which is not the name of a type
+    (CHAT, {"messages": [{"role": "user", "content": "a", "nullable": 1}]}, "messages[0].nullable"),
+    (CHAT, {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    (CHAT, {"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -106,6 +112,25 @@ def test_a_wrong_field_is_named(server: web.Running, path: str, own: dict[str, A
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"[]", b"5", b"\xff\xfe", b'{"model": NaN}', b'{"model": "tiny"}'])
 def test_a_body_that_is_none(server: web.Running, body: bytes) -> None:
     error_of(server.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "own"),
+    [
+        (CHAT, {"messages": [{}] * 1000}),
+        (CHAT, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (CHAT, {f"field{i}": i for i in range(1000)}),
+        (CHAT, {"metadata": dict.fromkeys(map(str, range(1000)), 1)}),
+        (CHAT, {"logit_bias": dict.fromkeys(map(str, range(5000)), "a")}),
+        (COMPLETION, {"prompt": [1.5] * 1000}),
+        (COMPLETION, {"prompt": [[1.5] * 1000] * 1000}),
+    ],
+)
+def test_one_mistake_is_enough(path: str, own: dict[str, Any]) -> None:
+    """Nobody else is served while mistakes are told of: there are never more than a few, however long a body is."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        (ChatBody if path == CHAT else CompletionBody).model_validate(body_of(path, own))
+    assert caught.value.error_count() < 10
 
 
 def test_half_of_a_character(server: web.Running) -> None:
