@@ -83,8 +83,12 @@ def seconds(text: str) -> float:
 
 def load(source: str, args: argparse.Namespace, name: str | None = None, **options: Any) -> ServedModel:
     """The model that a command names, with an engine. Raises InvalidArgumentError if there is none that can be loaded."""
+    import torch
+
     from hf_cb.server.models import load_model
 
+    if args.dtype != "auto" and not isinstance(getattr(torch, args.dtype, None), torch.dtype):
+        raise InvalidArgumentError(f"--dtype: takes auto, or one of torch's such as bfloat16; got {args.dtype!r}")
     device = str(device_of(args))
     path = os.path.expanduser(source)
     if path.startswith((os.sep, os.curdir)) and not os.path.isdir(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,13 @@ def test_what_is_not_here(server: web.Running) -> None:
     error_of(httpx.get(f"{server.url}/metrics"), 404)
 
 
+def test_a_path_makes_no_lines_of_its_own_in_a_log(server: web.Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hf_cb.server")
+    error_of(httpx.get(f"{server.url}/a%0aINFO%20all%20is%20well%1b[2J"), 404)
+    (line,) = [record.getMessage() for record in caplog.records if "well" in record.getMessage()]
+    assert line.isprintable()
+
+
 def test_a_timeout_of_its_own(server: web.Running) -> None:
     with server.engine.pause():
         for stream in (False, True):  # a stream that has not begun has a status of its own
@@ -255,7 +263,15 @@ def test_a_full_queue(strict: web.Running) -> None:
 
 
 def test_settings() -> None:
-    for wrong in ({"port": -1}, {"port": 70000}, {"api_keys": "key"}, {"api_keys": ("",)}, {"api_keys": ("ü",)}, {"max_n": 0}):
+    for wrong in (
+        {"port": -1},
+        {"port": 70000},
+        {"api_keys": "key"},
+        {"api_keys": ("",)},
+        {"api_keys": ("ü",)},
+        {"api_keys": (" k",)},
+        {"max_n": 0},
+    ):
         with pytest.raises(InvalidArgumentError, match=f"^{next(iter(wrong))}:"):
             ServerSettings(**wrong)  # type: ignore[arg-type]
     for wrong in ({"max_timeout": 0.0}, {"drain_timeout": float("inf")}, {"read_timeout": -1.0}):
