@@ -221,9 +221,9 @@ def test_completion_logprobs_with_the_prompts(server: web.Running) -> None:
 
 def test_an_echo_of_tokens_that_have_no_text(server: web.Running) -> None:
     """They have probabilities all the same, for each of the choices."""
-    call = {"model": web.MODEL, "prompt": [1, 2, 1], "max_tokens": 2, "n": 2, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+    call: dict[str, Any] = {**web.GREEDY, "prompt": [1, 2, 1], "max_tokens": 2, "n": 2, "logprobs": 0}
     with server.client() as client:
-        choices = client.completions.create(echo=True, **call).choices
+        choices = client.completions.create(echo=True, extra_body={"ignore_eos": True}, **call).choices
     for choice in choices:
         assert choice.logprobs is not None
         assert choice.logprobs.token_logprobs is not None
