@@ -13,14 +13,14 @@ import hf_cb
 from demo import packaged_model
 from hf_cb.server.app import create_app
 from hf_cb.server.models import ServedModel, load_model
-from hf_cb.server.settings import ServerSettings
+from hf_cb.server.settings import ServerSettings, keys_of
 
 HEADER = "x-replica"
 
 
 def keys_of_environment() -> tuple[str, ...]:
     """Those of `hf-cb serve`: $HF_CB_API_KEYS, separated by commas."""
-    return tuple(filter(None, os.environ.get("HF_CB_API_KEYS", "").split(",")))
+    return keys_of(os.environ.get("HF_CB_API_KEYS", ""))
 
 
 class ReplicaSettings(BaseModel):

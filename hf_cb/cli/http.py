@@ -27,9 +27,15 @@ class Http:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of a port, or an IPv6 address, that is none
+            is_address = False
+        if not is_address:
             raise InvalidArgumentError(f"URL: takes the address of a server, such as {DEFAULT_URL}; got {self.url!r}")
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise InvalidArgumentError("--api-key: takes printable ASCII")
 
     def get(self, path: str) -> str:
         """The body of an answer."""

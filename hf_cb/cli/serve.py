@@ -132,11 +132,11 @@ def _close(model: ServedModel) -> None:
 
 def settings_of(args: argparse.Namespace) -> ServerSettings:
     """Raises InvalidArgumentError."""
-    from hf_cb.server.settings import ServerSettings
+    from hf_cb.server.settings import ServerSettings, keys_of
 
-    keys = [*args.api_key, *filter(None, os.environ.get(_KEYS, "").split(","))]
+    keys = [*args.api_key, *keys_of(os.environ.get(_KEYS, ""))]
     if args.api_key_file:
-        with open(args.api_key_file) as file:
+        with open(args.api_key_file, encoding="utf-8", errors="replace") as file:  # what is no ASCII is refused as a key
             keys += filter(None, (line.strip() for line in file))
         if not keys:
             raise InvalidArgumentError(f"api_key_file: {args.api_key_file} has no key in it")
@@ -154,6 +154,8 @@ def _named(models: list[str]) -> list[tuple[str, str]]:
         name, equals, source = text.partition("=")
         if not equals:
             name, source = os.path.basename(os.path.normpath(text)), text
+        if not name or not source:
+            raise InvalidArgumentError(f"MODEL: takes an {MODEL}, or NAME=MODEL; got {text!r}")
         if name in dict(named):
             raise InvalidArgumentError(f"MODEL: two have the name {name!r}; give them others: NAME={source}")
         named.append((name, source))

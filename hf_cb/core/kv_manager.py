@@ -98,6 +98,8 @@ class KVManager:
             return None
         if sibling is None or sibling.num_published is None:  # of an older state of the model
             return found
+        if seq.request.prompt_logprobs is not None:  # those take every position's logits
+            return found
         shared = len(seq.request.prompt) - 1  # the last token's logits are needed
         if sibling.num_computed_tokens < shared:
             return None

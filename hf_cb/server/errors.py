@@ -139,10 +139,12 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
         return refused(None, f"the body is not JSON: {worst['ctx']['error']}")
     if place == ["body"] and worst["type"] in ("missing", "model_attributes_type", "dict_type", "model_type"):
         return refused(None, "the body takes a JSON object, with the header content-type: application/json")
-    fields = [part for part in place[1:] if isinstance(part, int) or not _NO_FIELD.match(part)]
+    is_unknown = worst["type"] == "extra_forbidden"  # the last part is then the client's own word, whatever it looks like
+    named, unknown = (place[1:-1], place[-1:]) if is_unknown else (place[1:], [])
+    fields = [part for part in named if isinstance(part, int) or not _NO_FIELD.match(part)] + unknown
     if own := _OWN.fullmatch(message):
         fields, message = [*fields, own[1]], own[2]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fields).lstrip(".")
-    if worst["type"] == "extra_forbidden":
+    if is_unknown:
         return refused(param, f"{param}: this server has no such field", "unknown_parameter")
-    return refused(param or None, f"{param}: {message[0].lower()}{message[1:]}")
+    return refused(param or None, f"{param or 'the body'}: {message[0].lower()}{message[1:]}")

@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -128,7 +129,8 @@ class Gate:
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
-    told = {"request_id": scope["state"]["request_id"], "method": scope["method"], "path": scope["path"], "status": status}
+    path = quote(scope["path"])  # it is decoded, and a line break in it would begin a line of its own
+    told = {"request_id": scope["state"]["request_id"], "method": scope["method"], "path": path, "status": status}
     level = logging.DEBUG if scope["path"].startswith(("/health", "/metrics")) else logging.INFO
     text = "%(method)s %(path)s %(status)d in %(seconds).3f s [%(request_id)s]"
     logger.log(level, text, {**told, "seconds": seconds}, extra={**told, "seconds": seconds})

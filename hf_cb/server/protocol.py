@@ -8,22 +8,49 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 _MAX_STOPS = 16
 _MAX_SEED = (1 << 62) - 1  # the seeds of further choices follow
+_MAX_BIASES = 1 << 12
+_MAX_METADATA = 16  # OpenAI's
 
 Text = Annotated[str, Field(max_length=1 << 24)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+"""As all lists here, it is refused for the first part that is wrong: telling of each would hold up the event loop."""
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """A mapping's limit: pydantic's own counts when all entries, and their mistakes, have been looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticCustomError("too_long", "takes at most {limit} entries", {"limit": limit})
+        return value
+
+    return BeforeValidator(check)
 
 
 class Body(BaseModel):
     """A JSON object whose fields are all known, and of the very type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_one_unknown(cls, value: Any) -> Any:
+        """Of a crowd of unknown fields one is enough to be refused for."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        unknown = next(name for name in value if name not in cls.model_fields)
+        return {name: part for name, part in value.items() if name in cls.model_fields or name == unknown}
 
 
 class StreamOptions(Body):
@@ -41,14 +68,14 @@ class Common(Body):
     stream_options: StreamOptions | None = None
     n: Count | None = None
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=_MAX_BIASES), _at_most(_MAX_BIASES)] | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA), _at_most(_MAX_METADATA)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -104,9 +131,9 @@ class Message(Body):
     """One turn. The last four fields are what an answer's message may have, always null here."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
@@ -146,16 +173,16 @@ class ChatBody(Common):
     """POST /v1/chat/completions."""
 
     default_new_tokens: ClassVar[int | None] = None  # as many as there is room for
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: TextFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     store: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # more variables for the template, such as {"enable_thinking": false}
 
@@ -186,9 +213,9 @@ class CompletionBody(Common):
     default_new_tokens: ClassVar[int | None] = 16  # OpenAI's
     prompt: (
         Text
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     max_tokens: Count | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

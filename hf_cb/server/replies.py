@@ -156,15 +156,17 @@ class CompletionReply(Reply):
         return self._chunk_choice(index, piece)
 
     def _chunk_choice(self, index: int, piece: Piece) -> Any:
-        echo = self._echo(index) if piece.first == 0 else ""
+        echo = self._echo(index) if self._is_echo and piece.first == 0 else ""
         logprobs = None if self._body.num_logprobs is None else self._logprobs(index, piece, echo)
         text = echo + piece.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
+    @property
+    def _is_echo(self) -> bool:
+        return isinstance(self._body, CompletionBody) and bool(self._body.echo)
+
     def _echo(self, index: int) -> str:
         assert isinstance(self._body, CompletionBody)
-        if not self._body.echo:
-            return ""
         given = self._body.prompts()[index // self.asked.samples]
         return given if isinstance(given, str) else self._host.decoder.decode(given)
 
@@ -172,7 +174,7 @@ class CompletionReply(Reply):
         handle, texts = self.asked.readings[index].handle, self._host.texts
         tokens = handle.tokens[piece.first : piece.end]
         found = texts.completion(tokens, handle.logprobs[piece.first : piece.end], len(echo) + piece.offset)
-        if not echo:
+        if not self._is_echo or piece.first > 0:
             return found
         before = texts.completion(self.asked.prompts[index // self.asked.samples], handle.prompt_logprobs or (), 0)
         return {name: [*before[name], *found[name]] for name in before}  # type: ignore[return-value, literal-required]

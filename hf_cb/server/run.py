@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from hf_cb.server.settings import ServerSettings
 
 _BACKLOG = 2048  # connections that wait to be taken
 _MAX_HEAD = 1 << 16  # bytes
-_SECONDS_TO_CLOSE = 5  # for connections, when nothing is underway any more
 
 
 def serve(
@@ -60,7 +60,6 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,  # the gate has one, with the requests' ids
                 server_header=False,
-                timeout_graceful_shutdown=_SECONDS_TO_CLOSE,
             )
         )
         self._models, self._settings, self._on_ready = models, settings, on_ready
@@ -96,10 +95,11 @@ class HttpServer(uvicorn.Server):
             limit = self._settings.drain_timeout
             if self._drain_until is None and limit is not None:
                 self._drain_until = time.monotonic() + limit
-            is_late = self._drain_until is not None and time.monotonic() > self._drain_until
-            if is_late:
-                self.config.timeout_graceful_shutdown = 0  # what still runs has had its time
-            self.should_exit = self._gate.underway == 0 or is_late
+            left = None if self._drain_until is None else max(0.0, self._drain_until - time.monotonic())
+            self.should_exit = self._gate.underway == 0 or left == 0
+            # What is answered may still be on its way to a client that reads slowly, as far as that is ever allowed.
+            patience = [limit for limit in (left, self._settings.write_timeout) if limit is not None]
+            self.config.timeout_graceful_shutdown = math.ceil(min(patience)) if patience else None
         return await super().on_tick(counter)
 
 

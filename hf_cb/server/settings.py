@@ -35,8 +35,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise InvalidArgumentError(f"port: takes 0 to 65535; got {self.port!r}")
-        if isinstance(self.api_keys, str) or not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise InvalidArgumentError("api_keys: takes strings of printable ASCII, none of them empty")
+        if isinstance(self.api_keys, str) or not all(map(_is_key, self.api_keys)):
+            raise InvalidArgumentError("api_keys: takes strings of printable ASCII, none empty or with spaces around it")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -65,6 +65,15 @@ class ServerSettings:
             if hmac.compare_digest(known.encode(), given):
                 found = index
         return found
+
+
+def _is_key(key: str) -> bool:
+    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
+
+
+def keys_of(text: str) -> tuple[str, ...]:
+    """API keys that are separated by commas or line breaks."""
+    return tuple(filter(None, map(str.strip, text.replace(",", "\n").splitlines())))
 
 
 def _is_loopback(host: str) -> bool:

@@ -122,6 +122,11 @@ def test_wrong_command_lines(command: list[str], message: str, capsys: pytest.Ca
         (["serve", "x", "--port", "0", "--kv-cache-memory", "lots"], "--kv-cache-memory: takes bytes"),
         (["run", "x", "--temperature", "-1"], "--temperature: takes"),
         (["run", "."], ".: there is no config.json in this folder"),
+        (["serve", "=x"], "MODEL: takes an id on the Hugging Face Hub, or a folder, or NAME=MODEL; got '=x'"),
+        (["serve", "x="], "MODEL: takes an id on the Hugging Face Hub, or a folder, or NAME=MODEL; got 'x='"),
+        (["top", "http://127.0.0.1:99999"], "URL: takes the address of a server"),
+        (["top", "http://[::1"], "URL: takes the address of a server"),
+        (["top", "--api-key", "a\nb"], "--api-key: takes printable ASCII"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +161,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_settings_come_from_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("one\n\n two \n")
-    monkeypatch.setenv("HF_CB_API_KEYS", "three,four")
+    monkeypatch.setenv("HF_CB_API_KEYS", "three, four,")
     words = ["--api-key", "zero", "--api-key-file", str(tmp_path / "keys"), "--max-n", "3", "--read-timeout", "2.5"]
     settings = serve.settings_of(parsed(*words))
     assert sorted(settings.api_keys) == ["four", "one", "three", "two", "zero"]
@@ -166,6 +171,12 @@ def test_settings_come_from_options(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_defaults_are_those_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_CB_API_KEYS", raising=False)
     assert serve.settings_of(parsed()) == ServerSettings()
+
+
+def test_a_key_file_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"k\xe9y\n")
+    with pytest.raises(InvalidArgumentError, match="api_keys: takes strings of printable ASCII"):
+        serve.settings_of(parsed("--api-key-file", str(tmp_path / "keys")))
 
 
 def test_a_key_file_without_keys_opens_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

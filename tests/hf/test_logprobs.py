@@ -93,6 +93,23 @@ def test_a_prompt_that_the_prefix_cache_knows() -> None:
         check(got, logprobs[place], int(PROMPTS[2][place + 1]), 1)
 
 
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_samples_of_one_prompt(options: dict[str, Any]) -> None:
+    """Each has the whole prompt's, though keys and values are shared where nobody asks."""
+    with seam.duo(options=options) as duo:
+        call = {"max_new_tokens": 4, "do_sample": True, "seed": 3}
+        handles = duo.engine.submit_batch([PROMPTS[2], PROMPTS[1]], 3, prompt_logprobs=1, **call)
+        results = [handle.result() for handle in handles]
+        plain = [handle.result().tokens for handle in duo.engine.submit_batch([PROMPTS[2], PROMPTS[1]], 3, **call)]
+    assert [result.tokens for result in results] == plain
+    for i, result in enumerate(results):
+        ids = PROMPTS[2 if i < 3 else 1].tolist()
+        assert result.prompt_logprobs is not None
+        assert len(result.prompt_logprobs) == len(ids)
+        for place, got in enumerate(result.prompt_logprobs[1:]):
+            check(got, truth(duo.plain, ids)[place], ids[place + 1], 1)
+
+
 def test_a_step_that_is_computed_in_parts_gives_all_that_belongs_to_its_tokens() -> None:
     """As after a failure whose culprit is not known yet: log-probabilities, and who stops by rules of its own."""
     with seam.duo() as duo:

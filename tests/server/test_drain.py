@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +84,19 @@ def test_nothing_accepted_is_lost(folder: Path) -> None:
         assert server.wait(30) == 0
         assert server.stdout is not None
         assert server.stdout.read() == "closed False\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "patience"),
+    [({}, [60]), ({"write_timeout": 7.5}, [8]), ({"write_timeout": None}, [None]), ({"drain_timeout": 40.0}, range(20, 41))],
+)
+def test_an_answer_on_its_way_has_the_time_that_it_always_has(
+    folder: Path, settings: dict[str, Any], patience: Sequence[int | None]
+) -> None:
+    with web.running(web.tiny(folder), **settings) as server:
+        server.http.handle_exit(signal.SIGTERM, None)
+        web.wait_until(lambda: server.http.should_exit)
+        assert server.http.config.timeout_graceful_shutdown in patience
 
 
 @pytest.mark.parametrize("ends", ["second signal", "drain_timeout"])

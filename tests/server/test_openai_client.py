@@ -219,6 +219,18 @@ def test_completion_logprobs_with_the_prompts(server: web.Running) -> None:
         assert joined == [pytest.approx(value, abs=1e-4) for value in getattr(alone.logprobs, name)]
 
 
+def test_an_echo_of_tokens_that_have_no_text(server: web.Running) -> None:
+    """They have probabilities all the same, for each of the choices."""
+    call: dict[str, Any] = {**web.GREEDY, "prompt": [1, 2, 1], "max_tokens": 2, "n": 2, "logprobs": 0}
+    with server.client() as client:
+        choices = client.completions.create(echo=True, extra_body={"ignore_eos": True}, **call).choices
+    for choice in choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert [found is None for found in choice.logprobs.token_logprobs] == [True] + [False] * 4
+        assert choice.logprobs.text_offset == [0, 0, 0, 0, len(choice.logprobs.tokens[3])]  # type: ignore[index]
+
+
 def test_no_broken_characters_in_a_stream(server: web.Running) -> None:
     """Hot enough for tokens that are parts of characters: what is broken in the whole is in the stream, and nothing else."""
     call = {"messages": web.HELLO, "model": web.MODEL, "temperature": 2.0, "max_tokens": 200, "n": 4, "seed": 1}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 import web
 
 from hf_cb.errors import InvalidArgumentError
+from hf_cb.server.protocol import ChatBody, CompletionBody
 from hf_cb.server.settings import ServerSettings
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,6 +57,10 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"functions": []}, "functions"),
+    (CHAT, {"Functions": []}, "Functions"),  # which is not the name of a type
+    (CHAT, {"messages": [{"role": "user", "content": "a", "nullable": 1}]}, "messages[0].nullable"),
+    (CHAT, {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    (CHAT, {"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -108,6 +115,25 @@ def test_a_body_that_is_none(server: web.Running, body: bytes) -> None:
     error_of(server.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
 
 
+@pytest.mark.parametrize(
+    ("path", "own"),
+    [
+        (CHAT, {"messages": [{}] * 1000}),
+        (CHAT, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (CHAT, {f"field{i}": i for i in range(1000)}),
+        (CHAT, {"metadata": dict.fromkeys(map(str, range(1000)), 1)}),
+        (CHAT, {"logit_bias": dict.fromkeys(map(str, range(5000)), "a")}),
+        (COMPLETION, {"prompt": [1.5] * 1000}),
+        (COMPLETION, {"prompt": [[1.5] * 1000] * 1000}),
+    ],
+)
+def test_one_mistake_is_enough(path: str, own: dict[str, Any]) -> None:
+    """Nobody else is served while mistakes are told of: there are never more than a few, however long a body is."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        (ChatBody if path == CHAT else CompletionBody).model_validate(body_of(path, own))
+    assert caught.value.error_count() < 10
+
+
 def test_half_of_a_character(server: web.Running) -> None:
     body = json.dumps(body_of(CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}))
     error = error_of(server.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
@@ -139,6 +165,13 @@ def test_what_is_not_here(server: web.Running) -> None:
     error_of(server.post("/v1/embeddings", json={}), 404)
     error_of(httpx.get(f"{server.url}{CHAT}"), 405)
     error_of(httpx.get(f"{server.url}/metrics"), 404)
+
+
+def test_a_path_makes_no_lines_of_its_own_in_a_log(server: web.Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hf_cb.server")
+    error_of(httpx.get(f"{server.url}/a%0aINFO%20all%20is%20well%1b[2J"), 404)
+    (line,) = [record.getMessage() for record in caplog.records if "well" in record.getMessage()]
+    assert line.isprintable()
 
 
 def test_a_timeout_of_its_own(server: web.Running) -> None:
@@ -230,7 +263,15 @@ def test_a_full_queue(strict: web.Running) -> None:
 
 
 def test_settings() -> None:
-    for wrong in ({"port": -1}, {"port": 70000}, {"api_keys": "key"}, {"api_keys": ("",)}, {"api_keys": ("ü",)}, {"max_n": 0}):
+    for wrong in (
+        {"port": -1},
+        {"port": 70000},
+        {"api_keys": "key"},
+        {"api_keys": ("",)},
+        {"api_keys": ("ü",)},
+        {"api_keys": (" k",)},
+        {"max_n": 0},
+    ):
         with pytest.raises(InvalidArgumentError, match=f"^{next(iter(wrong))}:"):
             ServerSettings(**wrong)  # type: ignore[arg-type]
     for wrong in ({"max_timeout": 0.0}, {"drain_timeout": float("inf")}, {"read_timeout": -1.0}):
