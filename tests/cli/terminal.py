@@ -16,7 +16,8 @@ from types import TracebackType
 ROOT = Path(__file__).parents[2]
 # The terminal becomes the program's controlling one: Ctrl-C reaches it as from a keyboard.
 _ATTACH = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # as a shell does; who runs the tests may have it ignored
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
@@ -57,6 +58,15 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         """As somebody at the keyboard."""
         os.write(self._keyboard, keys)
+
+    def interrupt_the_prompt(self, pattern: str) -> None:
+        """Ctrl-C, as often as it takes: one that comes just before the program waits for keys is seen with the next."""
+        for _ in range(5):
+            self.press(CTRL_C)
+            with contextlib.suppress(AssertionError):
+                self.wait_for(pattern, seconds=15)
+                return
+        self.wait_for(pattern, seconds=0)
 
     def wait_for(self, pattern: str, seconds: float = 60) -> str:
         """Read on until something is shown that the regular expression matches; returns it with what came before it."""
