@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,9 @@ from hf_cb.core.scheduler import Scheduler
 from hf_cb.handle import OutputQueue
 from hf_cb.machinery import Machinery
 from hf_cb.worker import Worker
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # the models are tiny, and many tests bring threads of their own

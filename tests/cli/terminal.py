@@ -16,8 +16,7 @@ from types import TracebackType
 ROOT = Path(__file__).parents[2]
 # The terminal becomes the program's controlling one: Ctrl-C reaches it as from a keyboard.
 _ATTACH = """
-import fcntl, os, signal, sys, termios
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # as a shell does; who runs the tests may have it ignored
+import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """

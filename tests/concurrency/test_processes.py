@@ -23,7 +23,6 @@ QUICK = 9.0  # seconds from a script's last line to the end of its process: less
 # Importing torch takes seconds, so one process imports it and starts nothing; each script runs, and exits, in a fork of that.
 NURSERY = """
 import atexit, contextlib, json, os, signal, sys, threading, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may have it ignored
 # Registered before ours, so that it runs after it.
 atexit.register(lambda: print(sum(thread.name == "hf_cb-engine" for thread in threading.enumerate()), "engines run on"))
 import torch

@@ -209,15 +209,15 @@ def test_a_choice_is_not_lost_when_the_rest_of_the_step_fails(duo: seam.Duo, mon
     """The part is computed again: nothing of it may have been chosen before."""
     from hf_cb.runtime import model_runner
 
-    sample, prompts = model_runner.sample, seam.prompts(6, 7)
+    choose, prompts = model_runner.choose, seam.prompts(6, 7)
     failures = [MemoryError("once")]
 
     def fails_once(*args: Any) -> Any:
         if failures:
             raise failures.pop()
-        return sample(*args)
+        return choose(*args)
 
-    monkeypatch.setattr(model_runner, "sample", fails_once)
+    monkeypatch.setattr(model_runner, "choose", fails_once)
     calls = [{"num_beams": 3}, {}]
     jobs = [lambda p=p, c=c: duo.served.generate(p[None], max_new_tokens=6, **c) for p, c in zip(prompts, calls, strict=True)]
     got = crowd.answers(duo.engine, jobs)

@@ -15,6 +15,7 @@ from hf_cb.runtime.graphs import DecodeGraphs, Sizes
 from hf_cb.runtime.input_batch import InputBatch, build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.port import AttentionPort
+from hf_cb.runtime.streams import streams_of
 
 CPU = torch.device("cpu")
 SPEC = LayerSpec(2, 1, 8, 8, torch.float32, CPU, 0.5)
@@ -28,7 +29,7 @@ def batch(*lens: int, new: int = 1) -> InputBatch:
         count = -(-keys // BLOCK_SIZE)
         rows.append(ScheduledRow(i, keys - new, (keys,) * new, tuple(range(block, block + count)), True))
         block += count
-    return build_input_batch(SchedulerOutput(tuple(rows), new * len(lens)), BLOCK_SIZE, CPU)
+    return build_input_batch(SchedulerOutput(tuple(rows), new * len(lens)), BLOCK_SIZE, streams_of(CPU))
 
 
 class Subject:
