@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence as Items
 
 from hf_cb.core.block_pool import BlockPool
+from hf_cb.core.capacity import Capacity
 from hf_cb.core.draft import Draft
 from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import UNKNOWN, Emission, SchedulerOutput, StepResult
@@ -21,7 +22,7 @@ from hf_cb.core.reach import ALL, Reach
 from hf_cb.core.running import Running
 from hf_cb.core.sequence import Sequence
 from hf_cb.core.swap_cost import SwapCost
-from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
+from hf_cb.errors import EngineDeadError, InvalidArgumentError
 from hf_cb.request import Choice, FinishReason, Request, Status
 
 _WATERMARK = 100  # one block in so many stays free at admission, for those that run
@@ -72,6 +73,7 @@ class Scheduler:
         self._policy: Policy = FCFS() if policy is None else policy
         self._sequences: dict[int, Sequence] = {}  # waiting and running
         self._running = Running(max_batch_size)
+        self._capacity = Capacity(self._kv.tables, max_batch_size)
         self._arrivals = itertools.count()
         self._pacer = None if target_itl is None else Pacer(target_itl, block_size)
         self._watermark = num_blocks // _WATERMARK
@@ -120,27 +122,12 @@ class Scheduler:
 
     @property
     def max_tokens(self) -> int:
-        """Of prompt and output of one request: the last token is never fed back, so it needs no slot."""
-        return self._kv.tables.num_slots + 1
+        """Of prompt and output of one request."""
+        return self._capacity.max_tokens
 
     def check_fits(self, request: Request) -> None:
         """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask."""
-        if request.width > self._running.num_seats:
-            raise RequestTooLongError(
-                f"num_beams: {request.width} beams run together, and max_batch_size is {self._running.num_seats}"
-            )
-        needed = self._kv.tables.num_needed(len(request.prompt), request.max_tokens - 1, request.width)
-        if request.width > 1 and needed > self._kv.tables.num_blocks:
-            raise RequestTooLongError(
-                f"num_beams: {request.width} beams of {request.max_tokens} tokens can take {needed} blocks, and the KV cache "
-                f"has {self._kv.tables.num_blocks}; raise num_blocks or kv_cache_memory"
-            )
-        if request.max_tokens > self.max_tokens:
-            raise RequestTooLongError(
-                f"max_new_tokens: {len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones are "
-                f"{request.max_tokens}, and at most {self.max_tokens} fit the KV cache; "
-                f"shorten the prompt, lower max_new_tokens, or raise num_blocks or kv_cache_memory"
-            )
+        self._capacity.check(request)
 
     def add(self, request: Request) -> None:
         """Let `request` wait for admission. Raises what `check_fits` raises, and InvalidArgumentError for a known id."""
