@@ -20,12 +20,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 _SOURCES = Path(__file__).parent / "csrc"
-_TIMEOUT = 300.0  # seconds; a build takes ten
+_TIMEOUT = 300.0  # seconds; a build takes twenty
 _INSTALL = "install a C++20 compiler (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) or set CXX to one"
 
 _lock = threading.Lock()
@@ -74,7 +75,7 @@ def load() -> Path:
 def _build() -> Path:
     """The library's file, which another process may have built."""
     compiler, compile_flags, link_flags = _toolchain()
-    name = f"attention-{_key([*compiler, *compile_flags, *link_flags])}.so"
+    name = f"kernels-{_key([*compiler, *compile_flags, *link_flags])}.so"
     folder = _user_folder()
     if folder is not None and (folder / name).exists():
         return folder / name
@@ -89,11 +90,12 @@ def _build() -> Path:
 def _compile(compile_command: list[str], link_command: list[str], path: Path) -> None:
     if shutil.which(compile_command[0]) is None:
         raise BuildError(f"there is no C++ compiler {compile_command[0]!r} to build its kernel with: {_INSTALL}")
-    print(f"hf_cb: compiling the attention kernel, once, into {path.parent} (about 10 s)", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as build:
-        compiled, linked = f"{build}/attention.o", f"{build}/attention.so"
-        _run([*compile_command, "-c", str(_SOURCES / "attention.cpp"), "-o", compiled])
-        _run([*link_command, compiled, "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-o", linked])
+    print(f"hf_cb: compiling its kernels, once, into {path.parent} (about 20 s)", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as build, ThreadPoolExecutor() as pool:
+        sources = sorted(_SOURCES.glob("*.cpp"))
+        compiled, linked = [f"{build}/{source.stem}.o" for source in sources], f"{build}/kernels.so"
+        list(pool.map(_run, ([*compile_command, "-c", str(s), "-o", o] for s, o in zip(sources, compiled, strict=True))))
+        _run([*link_command, *compiled, "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-o", linked])
         with open(linked, "rb") as file:
             os.fsync(file.fileno())  # else a power cut may leave the name with half of the file
         os.replace(linked, path)

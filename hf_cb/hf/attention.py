@@ -39,6 +39,11 @@ def set_port(model: nn.Module, port: Port) -> None:
         object.__setattr__(module, _PORT, port)
 
 
+def port_of(module: nn.Module) -> Port:
+    """The port that `set_port` put behind a module."""
+    return module.__dict__[_PORT]  # type: ignore[no-any-return]
+
+
 def _attention(
     module: nn.Module,
     query: torch.Tensor,

@@ -1,9 +1,9 @@
-"""Linear layers of the twin over weights that are reordered once for oneDNN, the library behind torch's products on CPUs.
+"""Linear layers of the twin over weights that are laid out once for products with few rows.
 
 A plain product finds the weights in an order that is slow to read when there are few tokens. Here each weight is copied once
-into the order that the library likes best, and layers that are given the same input (queries, keys and values; gate and up)
-are joined into one product. Which layers those are is seen in a pass of the model, not looked up by name. The twin's modules
-stay what they are, with their weights: only their `forward` is another one.
+into the order in which it will be read (`products.py`), and layers that are given the same input (queries, keys and values;
+gate and up) are joined into one product. Which layers those are is seen in a pass of the model, not looked up by name. The
+twin's modules stay what they are, with their weights: only their `forward` is another one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-_TOKENS_HINT = 16  # tokens a step for which oneDNN chooses the order; it matters little
-_ops = torch.ops.mkldnn
+from hf_cb.hf.products import OwnPacked, Products, products_for
+
 logger = logging.getLogger("hf_cb")
 
 
@@ -64,17 +64,22 @@ class Packs:
     def __init__(self, groups: Iterable[list[nn.Module]] = (), limit: int = 0) -> None:
         """Puts another forward into the modules in `groups`. `limit` in bytes."""
         self.num_bytes = 0
-        self._packs: list[_Pack] = []
+        self._packs: list[Pack] = []
         try:
             for modules in groups:
+                products = products_for(modules[0].weight.dtype)
                 size = sum(_weight(module).nbytes for module in modules)
-                if self.num_bytes + size <= limit:
+                if products is not None and self.num_bytes + size <= limit:
                     self.num_bytes += size
-                    self._packs.append(_Pack(modules))
+                    self._packs.append(Pack(modules, products))
         except RuntimeError:  # no memory
             self.undo()
             raise
         self._copies = [(tensor, pack) for pack in self._packs for tensor in pack.sources()]
+
+    def of(self, *modules: nn.Module) -> Pack | None:
+        """The pack of exactly these layers, in the order in which they are called."""
+        return next((pack for pack in self._packs if pack.modules == [*modules]), None)
 
     def repack(self, changed: Iterable[torch.Tensor] | None = None) -> None:
         """Copy these again, as far as there are copies of them; all of them by default."""
@@ -92,53 +97,57 @@ class Packs:
             pack.undo()
 
 
-class _Pack:
+class Pack:
     """One product for the layers of a group. The first to be called computes it for all, the others fetch their part."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: list[nn.Module], products: Products) -> None:
+        self.modules = modules
+        self.users: list[nn.Module] = []  # modules whose own forward is replaced by one over this pack
+        self._products = products
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
         self.load()
-        vars(modules[0])["forward"] = self._product if len(modules) == 1 else self._first
+        vars(modules[0])["forward"] = self.product if len(modules) == 1 else self._first
         for i in range(1, len(modules)):
             vars(modules[i])["forward"] = functools.partial(self._other, i)
 
     def sources(self) -> list[torch.Tensor]:
         """The tensors that the pack is a copy of."""
         return [
-            tensor for module in self._modules for tensor in (module.weight, module.bias) if isinstance(tensor, torch.Tensor)
+            tensor for module in self.modules for tensor in (module.weight, module.bias) if isinstance(tensor, torch.Tensor)
         ]
 
     def load(self) -> None:
         """Copy the weights as they are now."""
-        weights = [_weight(module) for module in self._modules]
+        weights = [_weight(module) for module in self.modules]
         self._widths = [len(weight) for weight in weights]
         joined = torch.cat(weights) if len(weights) > 1 else weights[0].contiguous()
-        self._weight = _ops._reorder_linear_weight(joined, _TOKENS_HINT)
-        self._bias = _joined_bias(self._modules, weights)
+        self.packed = self._products.pack(joined, _joined_bias(self.modules, weights))
 
     def undo(self) -> None:
         """Leave the modules to their own forward; undoing twice is fine."""
-        for module in self._modules:
+        for module in (*self.users, *self.modules):
             vars(module).pop("forward", None)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., sum of widths]."""
-        if not x.numel():  # no row of the step needs logits, and the library takes no empty input
-            return x.new_empty((*x.shape[:-1], sum(self._widths)))
-        return _ops._linear_pointwise(x, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        return self.packed.product(x)
+
+    def own(self) -> OwnPacked:
+        """What is packed, where our own kernels compute with it."""
+        assert isinstance(self.packed, OwnPacked)
+        return self.packed
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
-        self._input, self._parts = x, self._product(x).split(self._widths, -1)
+        self._input, self._parts = x, self.product(x).split(self._widths, -1)
         return self._parts[0]
 
     def _other(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:  # not in the order that was seen: the layer's own product is as right
-            module = self._modules[index]
+            module = self.modules[index]
             return type(module).forward(module, x)  # type: ignore[no-any-return]
         part = self._parts[index]
-        if index == len(self._modules) - 1:  # nobody else will ask: thousands of tokens in every layer are a lot to keep
+        if index == len(self.modules) - 1:  # nobody else will ask: thousands of tokens in every layer are a lot to keep
             self._input, self._parts = None, ()
         return part
 
@@ -152,18 +161,8 @@ def _can_pack(module: nn.Module) -> bool:
         and type(weight.data) is torch.Tensor  # quantised and distributed weights are of other classes
         and weight.device.type == "cpu"
         and weight.is_contiguous()
-        and _library_takes(weight.dtype)
+        and products_for(weight.dtype) is not None
     )
-
-
-def _library_takes(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(_ops._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(_ops._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
 
 
 def _weight(module: nn.Module) -> torch.Tensor:

@@ -22,6 +22,7 @@ from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
 from hf_cb.hf.compiling import CompiledLayers
 from hf_cb.hf.dispatched import device_of
+from hf_cb.hf.fusing import Fused, calls_of, parents_of
 from hf_cb.hf.packing import Packs, group_by_input, linear_calls
 from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
 from hf_cb.runtime.input_batch import build_input_batch
@@ -98,10 +99,15 @@ def examine(
                 _probe(twin, forward, observer, backend, rows, plain)
 
             probe()
-            packs = _pack(group_by_input(calls), pack_memory, probe)
+            groups = group_by_input(calls)
+            with calls_of([*observer.modules, *parents_of(twin, observer.modules)]) as calls_seen:
+                packs = _pack(groups, pack_memory, probe)
             compiled = CompiledLayers()
             if compile_layers:
                 compiled.compile(twin, observer.modules, probe)
+            elif packs.num_bytes:
+                attention = [*zip(observer.modules, specs, strict=True)]
+                _fuse(lambda fused: fused.fuse(twin, groups, packs, attention, calls_seen), probe)
             if specs != tuple(observer.specs):
                 _try_stored(twin, forward, observer, specs, backend, rows)
     except UnservableLayerError as error:
@@ -154,6 +160,17 @@ def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], None])
         packs.undo()
         return Packs()
     return packs
+
+
+def _fuse(fuse: Callable[[Fused], None], probe: Callable[[], None]) -> None:
+    """Fused modules with which the probe passes as before, else none."""
+    fused = Fused()
+    try:
+        fuse(fused)
+        probe()
+    except (*_PROBE_ERRORS, UnservableError) as error:
+        logger.warning("layers are not fused: the model does not run as before with that (%s)", _brief(error))
+        fused.undo()
 
 
 def _has_hooks(model: nn.Module) -> bool:

@@ -1,14 +1,12 @@
 // torch.ops.hf_cb: varlen paged attention for CPUs, `plan` once a step and `attend` once a layer, see ../native.py; and `draw`,
 // see ../../runtime/draws.py. One library, so that there is one build.
 #include "draws.h"
+#include "share.h"
 #include "tile.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
-
-#include <atomic>
 
 namespace hf_cb {
 namespace {
@@ -37,16 +35,6 @@ std::tuple<Tensor, Tensor, Tensor> plan(const Tensor& starts, const Tensor& key_
   return {as_tensor(made.pieces), as_tensor(made.merges), at::empty({made.partial_rows, value_size + 2}, at::kFloat)};
 }
 
-// Threads take pieces in turn: whoever is slowed down takes fewer. What a piece gives doesn't depend on who computes it.
-template <typename F>
-void share(int64_t count, const F& run) {
-  const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < count; i = next++) run(i);
-  });
-}
-
 // cache[slot] = packed[token], for every token.
 template <typename T>
 void write(const Tensor& packed, Tensor& cache, const int64_t* slots) {
@@ -68,12 +56,13 @@ void write(const Tensor& packed, Tensor& cache, const int64_t* slots) {
 template <typename T>
 void run(const Call<T>& call, const Tensor& pieces, const Tensor& merges) {
   const auto* piece = reinterpret_cast<const Piece*>(pieces.const_data_ptr<int32_t>());
-  share(pieces.size(0), [&](int64_t i) {
+  const int64_t count = pieces.size(0);
+  share(count, [&](int64_t i, int64_t next) {
     static thread_local Scratch scratch;
-    PieceRunner<T>(call, piece[i], scratch).run();
+    PieceRunner<T>(call, piece[i], next < count ? piece + next : nullptr, scratch).run();
   });
   const auto* split = reinterpret_cast<const Merge*>(merges.const_data_ptr<int32_t>());
-  share(merges.size(0) * call.heads, [&](int64_t i) {
+  share(merges.size(0) * call.heads, [&](int64_t i, int64_t) {
     float sums[kMaxHeadSize];
     const Merge& one = split[i / call.heads];
     for (int64_t row = 0; row < one.queries * call.group; ++row) merge(call, one, i % call.heads, row, sums);

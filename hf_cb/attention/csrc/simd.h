@@ -17,6 +17,7 @@
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#include <c10/util/bit_cast.h>
 
 #include <cmath>
 #include <cstdint>
@@ -24,7 +25,17 @@
 #include <limits>
 #include <type_traits>
 
+// Pairs of bfloat16 in the place of a float: AVX512-BF16 multiplies both with another pair and adds, exactly but for one rounding.
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+#define HF_CB_PAIRS 1
+#else
+#define HF_CB_PAIRS 0
+#endif
+
 namespace hf_cb {
+
+template <typename T>
+constexpr bool kPairs = HF_CB_PAIRS && std::is_same_v<T, at::BFloat16>;
 
 using Vec = at::vec::Vectorized<float>;
 constexpr int kLanes = Vec::size();
@@ -110,8 +121,9 @@ inline __m256i high_bfloat16(__m256i pair) { return _mm256_and_si256(pair, _mm25
 
 // The loops below call `between` once a step: there the caller asks for memory that it will need later.
 
-// Columns of kLanes rows, 16 bytes of each row at a time: four words of every row, or four pairs of bfloat16.
-template <typename T, typename F>
+// Columns of kLanes rows, 16 bytes of each row at a time: four words of every row, or four pairs of bfloat16, taken apart unless
+// they are to stay `together`.
+template <typename T, bool together, typename F>
 inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, int64_t size, F&& between) {
   constexpr int64_t kStep = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
   int64_t column = 0;
@@ -123,10 +135,10 @@ inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, 
     const auto ab = low32(a, b), AB = high32(a, b), cd = low32(c, d), CD = high32(c, d);
     const decltype(ab) words[] = {low64(ab, cd), high64(ab, cd), low64(AB, CD), high64(AB, CD)};
     for (int i = 0; i < 4; ++i) {
-      float* at = to + (column + i * kPerWord) * stride;
-      if constexpr (std::is_same_v<T, float>) {
-        put(at, words[i]);
+      if constexpr (std::is_same_v<T, float> || together) {
+        put(to + (column / kPerWord + i) * stride, words[i]);
       } else {
+        float* at = to + (column + i * kPerWord) * stride;
         put(at, low_bfloat16(words[i]));
         put(at + stride, high_bfloat16(words[i]));
       }
@@ -135,7 +147,7 @@ inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, 
   return column;
 }
 #else
-template <typename T, typename F>
+template <typename T, bool together, typename F>
 inline int64_t transpose_words(const T* const*, float*, int64_t, int64_t, F&&) { return 0; }
 #endif
 
@@ -143,13 +155,54 @@ inline int64_t transpose_words(const T* const*, float*, int64_t, int64_t, F&&) {
 template <typename T, typename F>
 inline void transpose(const T* const* rows, float* to, int64_t stride, int64_t size, F&& between) {
   int64_t column = 0;
-  if constexpr (!std::is_same_v<T, at::Half>) column = transpose_words(rows, to, stride, size, between);
+  if constexpr (!std::is_same_v<T, at::Half>) column = transpose_words<T, false>(rows, to, stride, size, between);
   for (; column < size; ++column)
     for (int i = 0; i < kLanes; ++i) to[column * stride + i] = static_cast<float>(rows[i][column]);
 }
 
+#if HF_CB_PAIRS
+inline float pair_of(at::BFloat16 low, at::BFloat16 high) {
+  return c10::bit_cast<float>(uint32_t(low.x) | uint32_t(high.x) << 16);
+}
+
+// The same by pairs: to[pair * stride + i], for (size + 1) / 2 pairs of each row; the last pair of an odd size has a zero.
+template <typename F>
+inline void transpose_pairs(const at::BFloat16* const* rows, float* to, int64_t stride, int64_t size, F&& between) {
+  int64_t column = transpose_words<at::BFloat16, true>(rows, to, stride, size, between);
+  for (; column < size; column += 2)
+    for (int i = 0; i < kLanes; ++i)
+      to[column / 2 * stride + i] = pair_of(rows[i][column], column + 1 < size ? rows[i][column + 1] : at::BFloat16(0));
+}
+
+// Two rows of `count` as one of pairs, in whole vectors.
+inline void interleave(const at::BFloat16* a, const at::BFloat16* b, float* to, int64_t count) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                       35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  for (int64_t i = 0; i < count; i += 2 * kLanes) {
+    const __mmask32 mask = count - i >= 32 ? ~0u : (1u << (count - i)) - 1;
+    const __m512i x = _mm512_maskz_loadu_epi16(mask, a + i), y = _mm512_maskz_loadu_epi16(mask, b + i);
+    put(to + i, _mm512_permutex2var_epi16(x, low, y));
+    if (count - i > kLanes) put(to + i + kLanes, _mm512_permutex2var_epi16(x, high, y));
+  }
+}
+
+// kLanes floats to half as many words.
+inline void store_pairs(Vec x, float* to) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x)); }
+#endif
+
+// a * b + sum, for floats or for pairs.
+template <bool pairs>
+inline Vec multiply_add(float a, Vec b, Vec sum) {
+#if HF_CB_PAIRS
+  if constexpr (pairs)
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(c10::bit_cast<int32_t>(a)), (__m512bh)_mm512_castps_si512(b));
+#endif
+  return at::vec::fmadd(Vec(a), b, sum);
+}
+
 // c[R, C vectors] (+)= a[R, first:last] b[first:last, C vectors]; row k of b starts at b[k] + column.
-template <int R, int C, typename F>
+template <bool pairs, int R, int C, typename F>
 inline void multiply_block(const float* a, int64_t a_stride, const float* const* b, int64_t column, int first, int last,
                            float* c, int64_t c_stride, bool add, F&& between) {
   Vec sums[R][C];
@@ -164,9 +217,8 @@ inline void multiply_block(const float* a, int64_t a_stride, const float* const*
     for (int j = 0; j < C; ++j) row[j] = Vec::loadu(b[k] + column + j * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const Vec factor(a[r * a_stride + k]);
 #pragma GCC unroll 8
-      for (int j = 0; j < C; ++j) sums[r][j] = at::vec::fmadd(factor, row[j], sums[r][j]);
+      for (int j = 0; j < C; ++j) sums[r][j] = multiply_add<pairs>(a[r * a_stride + k], row[j], sums[r][j]);
     }
   }
 #pragma GCC unroll 8
@@ -175,28 +227,29 @@ inline void multiply_block(const float* a, int64_t a_stride, const float* const*
     for (int j = 0; j < C; ++j) sums[r][j].store(c + r * c_stride + j * kLanes);
 }
 
-template <int R, typename F>
+template <bool pairs, int R, typename F>
 inline void multiply_rows(const float* a, int64_t a_stride, const float* const* b, int64_t begin, int64_t end, int first,
                           int last, float* c, int64_t c_stride, bool add, F&& between) {
   int64_t column = begin;
   for (; column + kColumns * kLanes <= end; column += kColumns * kLanes)
-    multiply_block<R, kColumns>(a, a_stride, b, column, first, last, c + column, c_stride, add, between);
+    multiply_block<pairs, R, kColumns>(a, a_stride, b, column, first, last, c + column, c_stride, add, between);
   for (; column < end; column += kLanes)
-    multiply_block<R, 1>(a, a_stride, b, column, first, last, c + column, c_stride, add, between);
+    multiply_block<pairs, R, 1>(a, a_stride, b, column, first, last, c + column, c_stride, add, between);
 }
 
-// c[rows <= kRows, begin:end] (+)= a[rows, first:last] b[first:last, begin:end]; begin and end in whole vectors.
-template <typename F>
+// c[rows <= kRows, begin:end] (+)= a[rows, first:last] b[first:last, begin:end]; begin and end in whole vectors. With `pairs`, what
+// first and last count are pairs, in a and in b.
+template <bool pairs, typename F>
 inline void multiply(int rows, const float* a, int64_t a_stride, const float* const* b, int64_t begin, int64_t end,
                      int first, int last, float* c, int64_t c_stride, bool add, F&& between) {
   static_assert(kRows == 6);
   switch (rows) {
-    case 1: return multiply_rows<1>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
-    case 2: return multiply_rows<2>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
-    case 3: return multiply_rows<3>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
-    case 4: return multiply_rows<4>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
-    case 5: return multiply_rows<5>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
-    default: return multiply_rows<6>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    case 1: return multiply_rows<pairs, 1>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    case 2: return multiply_rows<pairs, 2>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    case 3: return multiply_rows<pairs, 3>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    case 4: return multiply_rows<pairs, 4>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    case 5: return multiply_rows<pairs, 5>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
+    default: return multiply_rows<pairs, 6>(a, a_stride, b, begin, end, first, last, c, c_stride, add, between);
   }
 }
 

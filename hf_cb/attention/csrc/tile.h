@@ -68,8 +68,9 @@ inline void finish(const Call<T>& call, int64_t token, int64_t head, const float
 template <typename T>
 class PieceRunner {
  public:
-  PieceRunner(const Call<T>& call, const Piece& piece, Scratch& scratch)
-      : call_(call), piece_(piece), rows_(piece.queries * call.group), value_stride_(call.padded_value_size()) {
+  // `following`: the piece that this thread takes next, or null.
+  PieceRunner(const Call<T>& call, const Piece& piece, const Piece* following, Scratch& scratch)
+      : call_(call), piece_(piece), following_(following), rows_(piece.queries * call.group), value_stride_(call.padded_value_size()) {
     const int64_t total = rows_ * (piece.head_end - piece.head_begin);
     scratch.reset(total * (call.size + value_stride_ + 32) + kTile * (call.size + value_stride_) + kRows * kTile +
                   256);
@@ -96,66 +97,100 @@ class PieceRunner {
         std::copy_n(key_at_ + kTile, kTile, key_at_);
         std::copy_n(value_at_ + kTile, kTile, value_at_);
       } else {
-        find_slots(begin_, end_);
+        find_slots(piece_, tile, begin_, end_, key_at_, value_at_);
       }
-      find_slots(kTile, std::min<int64_t>(piece_.key_end - tile, 2 * kTile));
+      find_next();
       for (int64_t head = piece_.head_begin; head < piece_.head_end; ++head) attend(head);
     }
     for (int64_t head = piece_.head_begin; head < piece_.head_end; ++head) store(head);
   }
 
  private:
+  static constexpr int kKeys = kPairs<T> ? 2 : 1;  // whose values are multiplied at once
+  int64_t depth() const { return kPairs<T> ? (call_.size + 1) / 2 : call_.size; }  // of a product with a key
   int64_t first_row(int64_t head) const { return (head - piece_.head_begin) * rows_; }
 
   void load_queries() {
     for (int64_t head = piece_.head_begin; head < piece_.head_end; ++head)
       for (int64_t row = 0; row < rows_; ++row) {
         const int64_t token = piece_.token + row / call_.group, query_head = head * call_.group + row % call_.group;
+        const T* from = call_.q + token * call_.q_token + query_head * call_.q_head;
         float* to = q_ + (first_row(head) + row) * call_.size;
-        to_float(call_.q + token * call_.q_token + query_head * call_.q_head, to, call_.size);
-        for (int64_t i = 0; i < call_.size; ++i) to[i] *= call_.scale;
+        if constexpr (kPairs<T>) {
+          if (call_.size % 2) to[depth() - 1] = 0.0f;
+          std::memcpy(to, from, call_.size * sizeof(T));
+        } else {
+          to_float(from, to, call_.size);
+          for (int64_t i = 0; i < call_.size; ++i) to[i] *= call_.scale;
+        }
       }
   }
 
-  // Where the keys and values from column `from` to `to` lie; columns of the next tile count on from this one's.
-  void find_slots(int64_t from, int64_t to) {
-    const int32_t* table = call_.table + piece_.row * call_.table_width;
+  // Where the keys and values of a tile lie, from column `from` to `to`.
+  void find_slots(const Piece& piece, int64_t tile, int64_t from, int64_t to, int64_t* keys, int64_t* values) const {
+    const int32_t* table = call_.table + piece.row * call_.table_width;
     while (from < to) {
-      const int64_t block = table[(tile_ + from) / call_.block_size], offset = (tile_ + from) % call_.block_size;
+      const int64_t block = table[(tile + from) / call_.block_size], offset = (tile + from) % call_.block_size;
       const int64_t stop = std::min(to, from + call_.block_size - offset);
       int64_t key = block * call_.k_block + offset * call_.k_slot, value = block * call_.v_block + offset * call_.v_slot;
-      for (; from < stop; ++from, key += call_.k_slot, value += call_.v_slot) key_at_[from] = key, value_at_[from] = value;
+      for (; from < stop; ++from, key += call_.k_slot, value += call_.v_slot) keys[from] = key, values[from] = value;
     }
+  }
+
+  // The tile after this one: the piece's own, or the first of the piece that follows.
+  void find_next() {
+    const bool own = tile_ + kTile < piece_.key_end;
+    next_ = own ? &piece_ : following_;
+    if (!next_) return;
+    const int64_t tile = own ? tile_ + kTile : next_->key_begin / kTile * kTile;
+    next_begin_ = std::max<int64_t>(next_->key_begin - tile, 0);
+    next_end_ = std::min<int64_t>(next_->key_end - tile, kTile);
+    find_slots(*next_, tile, next_begin_, next_end_, key_at_ + kTile, value_at_ + kTile);
   }
 
   // This head's share of the next tile, all heads of a key together.
   Ahead next_tile(int64_t head) const {
-    const int64_t heads = piece_.head_end - piece_.head_begin, part = head - piece_.head_begin;
-    const int64_t next = std::clamp<int64_t>(piece_.key_end - tile_ - kTile, 0, kTile);
-    const int first = int(next * part / heads), last = int(next * (part + 1) / heads);
     Ahead ahead;
+    if (!next_) return ahead;
+    const int64_t heads = piece_.head_end - piece_.head_begin, part = head - piece_.head_begin;
+    const int64_t count = next_end_ - next_begin_, next_heads = next_->head_end - next_->head_begin;
+    const int first = int(next_begin_ + count * part / heads), last = int(next_begin_ + count * (part + 1) / heads);
     if (first == last) return ahead;
-    ahead.add(call_.k + piece_.head_begin * call_.k_head, sizeof(T), key_at_ + kTile, first, last,
-              ((heads - 1) * call_.k_head + call_.size) * sizeof(T));
-    ahead.add(call_.v + piece_.head_begin * call_.v_head, sizeof(T), value_at_ + kTile, first, last,
-              ((heads - 1) * call_.v_head + call_.value_size) * sizeof(T));
-    ahead.spread(kTile / kLanes * call_.size * sizeof(T) / 16 + call_.size + kTile);
+    ahead.add(call_.k + next_->head_begin * call_.k_head, sizeof(T), key_at_ + kTile, first, last,
+              ((next_heads - 1) * call_.k_head + call_.size) * sizeof(T));
+    ahead.add(call_.v + next_->head_begin * call_.v_head, sizeof(T), value_at_ + kTile, first, last,
+              ((next_heads - 1) * call_.v_head + call_.value_size) * sizeof(T));
+    ahead.spread((end_ - begin_ + kLanes - 1) / kLanes * call_.size * sizeof(T) / 16 + depth() + (end_ - begin_) / kKeys + 1);
     return ahead;
   }
 
-  // The tile's keys of one head, transposed: keys_[D, kTile]. Columns outside begin_:end_ hold anything.
+  // The tile's keys of one head, transposed: keys_[depth, kTile]. Columns outside begin_:end_ hold anything.
   void transpose_keys(int64_t head, Ahead& ahead) {
     const T* k = call_.k + head * call_.k_head;
     for (int first = begin_ / kLanes * kLanes; first < end_; first += kLanes) {
       const T* rows[kLanes];
       for (int i = 0; i < kLanes; ++i) rows[i] = k + key_at_[std::clamp(first + i, begin_, end_ - 1)];
-      transpose(rows, keys_ + first, kTile, call_.size, ahead);
+      if constexpr (kPairs<T>)
+        transpose_pairs(rows, keys_ + first, kTile, call_.size, ahead);
+      else
+        transpose(rows, keys_ + first, kTile, call_.size, ahead);
     }
   }
 
-  // The tile's values of one head as rows of floats in whole vectors: in place where they are that already.
+  // The tile's values of one head as rows of floats in whole vectors, in place where they are that already; or two keys' as one
+  // row of pairs.
   void widen_values(int64_t head) {
     const T* v = call_.v + head * call_.v_head;
+    if constexpr (kPairs<T>) {
+      static const T zeros[kMaxHeadSize] = {};  // for a key that isn't this piece's: its weight is zero, but it may be no number
+      const auto row = [&](int key) { return key >= begin_ && key < end_ ? v + value_at_[key] : zeros; };
+      for (int key = begin_ / 2 * 2; key < end_; key += 2) {
+        float* to = values_ + key / 2 * value_stride_;
+        interleave(row(key), row(key + 1), to, call_.value_size);
+        value_rows_[key / 2] = to;
+      }
+      return;
+    }
     if constexpr (std::is_same_v<T, float>)
       if (value_stride_ == call_.value_size) {
         for (int key = begin_; key < end_; ++key) value_rows_[key] = v + value_at_[key];
@@ -186,19 +221,22 @@ class PieceRunner {
       if (first >= last) continue;
       const int from = first / kLanes * kLanes, to = int(round_up(last, kLanes));
       const int64_t at = first_row(head) + row;
-      multiply(count, q_ + at * call_.size, call_.size, key_rows_, from, to, 0, int(call_.size), scores_, kTile, false, ahead);
+      multiply<kPairs<T>>(count, q_ + at * call_.size, call_.size, key_rows_, from, to, 0, int(depth()), scores_, kTile, false,
+                          ahead);
       for (int i = 0; i < count; ++i) soften(scores_ + i * kTile, visible(row + i), from, to, at + i);
-      multiply(count, scores_, kTile, value_rows_, 0, value_stride_, first, last, sums_ + at * value_stride_,
-               value_stride_, true, ahead);
+      multiply<kPairs<T>>(count, scores_, kTile, value_rows_, 0, value_stride_, first / kKeys, (last + kKeys - 1) / kKeys,
+                          sums_ + at * value_stride_, value_stride_, true, ahead);
     }
   }
 
-  // Scores [from:to] of one row become weights relative to its new maximum; what it doesn't see weighs nothing.
+  // Scores [from:to] of one row become weights relative to its new maximum; what it doesn't see weighs nothing. Weights to be
+  // multiplied in pairs are rounded to bfloat16, two to a word.
   void soften(float* scores, std::pair<int, int> seen, int from, int to, int64_t row) {
     if (seen.first >= seen.second) return std::fill(scores + from, scores + to, 0.0f);
     Vec highest(-kInfinity);
     for (int i = from; i < to; i += kLanes) {
       Vec score = Vec::loadu(scores + i);
+      if constexpr (kPairs<T>) score = score * Vec(call_.scale);
       if (call_.softcap != 0.0f) score = Vec(call_.softcap) * (score / Vec(call_.softcap)).tanh();
       if (i < seen.first || i + kLanes > seen.second) {
         const Vec column = Vec::arange(float(i), 1.0f);
@@ -214,8 +252,14 @@ class PieceRunner {
     Vec total(0.0f);
     for (int i = from; i < to; i += kLanes) {
       const Vec weight = exponential(Vec::loadu(scores + i) - Vec(maximum));
-      weight.store(scores + i);
       total = total + weight;
+#if HF_CB_PAIRS
+      if constexpr (kPairs<T>) {
+        store_pairs(weight, scores + i / 2);
+        continue;
+      }
+#endif
+      weight.store(scores + i);
     }
     if (maximum != before) {  // the first time the factor is exp(-infinity) = 0, and so are the sums
       const float factor = std::exp(before - maximum);
@@ -244,6 +288,9 @@ class PieceRunner {
 
   const Call<T>& call_;
   const Piece piece_;
+  const Piece* const following_;
+  const Piece* next_ = nullptr;              // whose tile comes next,
+  int64_t next_begin_ = 0, next_end_ = 0;    // and its columns
   const int64_t rows_;          // of each key head: query by query, its group of heads together
   const int64_t value_stride_;  // Dv in whole vectors
   float *q_, *sums_, *maxima_, *weights_, *keys_, *values_, *scores_;

@@ -1,0 +1,194 @@
+// torch.ops.hf_cb: what layers are made of besides attention, for CPUs; see ../../hf/packing.py and ../../hf/fusing.py.
+#include "pointwise.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+namespace hf_cb {
+namespace {
+
+using at::Tensor;
+
+// f(T()) with the element type of `tensor`.
+template <typename F>
+auto with_type(const Tensor& tensor, const char* name, F&& f) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return f(float());
+    case at::kBFloat16: return f(at::BFloat16());
+    case at::kHalf: return f(at::Half());
+    default: TORCH_CHECK(false, name, ": takes float32, bfloat16 or float16, not ", tensor.scalar_type());
+  }
+}
+
+// [N, K] -> [panels, steps, kPanel, kDepth], with zeros for the columns and the depth that are not there.
+Tensor pack(const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight: takes a contiguous [N, K]");
+  return with_type(weight, "weight", [&](auto zero) {
+    using T = decltype(zero);
+    constexpr int64_t depth = Step<T>::kDepth;
+    const int64_t n = weight.size(0), k = weight.size(1), steps = (k + depth - 1) / depth, panels = (n + kPanel - 1) / kPanel;
+    Tensor packed = at::zeros({panels, steps, kPanel, depth}, weight.options());
+    const T* from = weight.const_data_ptr<T>();
+    T* to = packed.mutable_data_ptr<T>();
+    at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const int64_t columns = std::min<int64_t>(kPanel, n - panel * kPanel);
+        for (int64_t step = 0; step < steps; ++step)
+          for (int64_t column = 0; column < columns; ++column)
+            for (int64_t i = 0; i < std::min(depth, k - step * depth); ++i)
+              to[((panel * steps + step) * kPanel + column) * depth + i] = from[(panel * kPanel + column) * k + step * depth + i];
+      }
+    });
+    return packed;
+  });
+}
+
+Tensor product(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t width, bool matrix,
+               int64_t activation = 0, bool swapped = false, const Tensor* residual = nullptr) {
+  const auto kind = static_cast<Activation>(activation);
+  TORCH_CHECK(x.dim() >= 1 && packed.dim() == 4 && packed.scalar_type() == x.scalar_type() && packed.is_contiguous(),
+              "packed: takes what `pack` made, of the dtype of x");
+  TORCH_CHECK(activation >= 0 && activation <= int64_t(Activation::kGeluTanh), "activation: takes 0 to 3");
+  const int64_t panels = kind == Activation::kNone ? packed.size(0) : packed.size(0) / 2;
+  TORCH_CHECK(width > (panels - 1) * kPanel && width <= panels * kPanel && (kind == Activation::kNone || width % kPanel == 0),
+              "width: takes the number of columns that were packed");
+  if (bias)
+    TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == packed.size(0) * kPanel,
+                "bias: takes float32, one for each packed column");
+  if (residual)
+    TORCH_CHECK(residual->scalar_type() == x.scalar_type() && residual->is_contiguous() && residual->size(-1) == width &&
+                    residual->numel() * x.size(-1) == x.numel() * width,
+                "residual: takes contiguous rows like the result's");
+  return with_type(x, "x", [&](auto zero) {
+    using T = decltype(zero);
+    using Factor = typename Step<T>::Factor;
+    constexpr int64_t depth = Step<T>::kDepth;
+    const int64_t k = x.size(-1), steps = packed.size(1), rows = k ? x.numel() / k : 0;
+    TORCH_CHECK((k + depth - 1) / depth == steps, "x: takes rows as long as the weight is deep");
+    auto shape = x.sizes().vec();
+    shape.back() = width;
+    Tensor out = at::empty(shape, x.options());
+    if (!rows) return out;
+    Tensor input = x.contiguous();
+    if constexpr (depth == 1) input = input.to(at::kFloat);
+    if (depth == 2 && k % 2) {  // the pair of the last number is a zero
+      Tensor even = at::zeros({rows, k + 1}, x.options());
+      even.narrow(1, 0, k).copy_(input.view({rows, k}));
+      input = even;
+    }
+    multiply(Product<T>{static_cast<const Factor*>(input.const_data_ptr()), rows, steps, packed.const_data_ptr<T>(),
+                        packed.size(0), bias ? bias->const_data_ptr<float>() : nullptr,
+                        residual ? residual->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(), width, kind, swapped,
+                        matrix && kHasMatrix<T>});
+    return out;
+  });
+}
+
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t width, bool matrix) {
+  return product(x, packed, bias, width, matrix);
+}
+
+Tensor gated(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t width, bool matrix,
+             int64_t activation, bool swapped) {
+  TORCH_CHECK(activation > 0, "activation: takes 1 to 3");
+  return product(x, packed, bias, width, matrix, activation, swapped);
+}
+
+Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps, double offset, bool late) {
+  const int64_t size = weight.numel();
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == size && weight.is_contiguous() && weight.scalar_type() == x.scalar_type(),
+              "weight: takes as many numbers as a row of x has, of its dtype");
+  const Tensor input = x.contiguous();
+  Tensor out = at::empty(x.sizes(), x.options());
+  with_type(x, "x", [&](auto zero) {
+    using T = decltype(zero);
+    const T *from = input.const_data_ptr<T>(), *factors = weight.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    at::parallel_for(0, size ? x.numel() / size : 0, 1 + (1 << 15) / size, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) rms_norm(from + i * size, factors, to + i * size, size, eps, offset, late);
+    });
+    return 0;
+  });
+  return out;
+}
+
+// Turns the first `heads` heads of each row of x [..., T, H * D] in place, by cos and sin [..., T, D].
+void rotate_op(Tensor x, const Tensor& cos, const Tensor& sin, int64_t heads) {
+  const int64_t size = cos.size(-1), tokens = size ? cos.numel() / size : 0, width = x.size(-1);
+  TORCH_CHECK(x.is_contiguous() && x.numel() == tokens * width && width >= heads * size && size % 2 == 0,
+              "x: takes contiguous [T, at least heads * D], D even");
+  for (const Tensor* turn : {&cos, &sin})
+    TORCH_CHECK(turn->is_contiguous() && turn->sizes() == cos.sizes() && turn->scalar_type() == x.scalar_type(),
+                "cos, sin: takes contiguous [T, D] of the dtype of x");
+  with_type(x, "x", [&](auto zero) {
+    using T = decltype(zero);
+    T* data = x.mutable_data_ptr<T>();
+    const T *c = cos.const_data_ptr<T>(), *s = sin.const_data_ptr<T>();
+    at::parallel_for(0, tokens, 1 + (1 << 15) / std::max<int64_t>(1, heads * size), [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token)
+        for (int64_t head = 0; head < heads; ++head)
+          rotate(data + token * width + head * size, c + token * size, s + token * size, size);
+    });
+    return 0;
+  });
+}
+
+// A decoder layer up to its attention: norm, then queries, keys and values side by side, then their turns.
+Tensor before_attention(const Tensor& x, const Tensor& norm, double eps, double offset, bool late, const Tensor& packed,
+                        const std::optional<Tensor>& bias, int64_t width, bool matrix, const Tensor& cos, const Tensor& sin,
+                        int64_t heads) {
+  Tensor joined = product(rms_norm_op(x, norm, eps, offset, late), packed, bias, width, matrix);
+  rotate_op(joined, cos, sin, heads);
+  return joined;
+}
+
+// The rest of it: the output's product, added to x, and what the gated MLP makes of that, added again.
+Tensor after_attention(const Tensor& attended, const Tensor& x, const Tensor& out, const std::optional<Tensor>& out_bias,
+                       const Tensor& norm, double eps, double offset, bool late, const Tensor& inner,
+                       const std::optional<Tensor>& inner_bias, int64_t inner_width, int64_t activation, bool swapped,
+                       const Tensor& down, const std::optional<Tensor>& down_bias, bool matrix) {
+  const int64_t width = x.size(-1);
+  const Tensor middle = product(attended, out, out_bias, width, matrix, 0, false, &x);
+  const Tensor wide =
+      product(rms_norm_op(middle, norm, eps, offset, late), inner, inner_bias, inner_width, matrix, activation, swapped);
+  return product(wide, down, down_bias, width, matrix, 0, false, &middle);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(hf_cb, library) {
+  library.def("pack(Tensor weight) -> Tensor");
+  // Columns of a panel; 0 where no vector instructions were compiled in that would make products of our own worth while.
+  library.def("panel() -> int", [] {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+    return int64_t(kPanel);
+#else
+    return int64_t(0);
+#endif
+  });
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int width, bool matrix) -> Tensor");
+  library.def("gated(Tensor x, Tensor packed, Tensor? bias, int width, bool matrix, int activation, bool swapped) -> Tensor");
+  library.def(
+      "before_attention(Tensor x, Tensor norm, float eps, float offset, bool late, Tensor packed, Tensor? bias, int width, "
+      "bool matrix, Tensor cos, Tensor sin, int heads) -> Tensor");
+  library.def(
+      "after_attention(Tensor attended, Tensor x, Tensor out, Tensor? out_bias, Tensor norm, float eps, float offset, bool late, "
+      "Tensor inner, Tensor? inner_bias, int inner_width, int activation, bool swapped, Tensor down, Tensor? down_bias, "
+      "bool matrix) -> Tensor");
+  library.def("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool late) -> Tensor");
+  library.def("rotate(Tensor(a!) x, Tensor cos, Tensor sin, int heads) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(hf_cb, CPU, library) {
+  library.impl("pack", pack);
+  library.impl("linear", linear);
+  library.impl("gated", gated);
+  library.impl("before_attention", before_attention);
+  library.impl("after_attention", after_attention);
+  library.impl("rms_norm", rms_norm_op);
+  library.impl("rotate", rotate_op);
+}
+
+}  // namespace hf_cb
