@@ -232,7 +232,9 @@ def _attention(module: nn.Module, spec: LayerSpec, first: Pack, second: Pack, ca
     trials = [{**kwargs, "hidden_states": _noise(x.shape, x.dtype) * scale} for scale in _SCALES]
     trials += [{name: _far(value) for name, value in trials[0].items()}]
     try:
-        wanted = [tensor for trial in trials for tensor in _seen(module, functools.partial(type(module).forward, module), trial)]
+        wanted = [
+            tensor for trial in trials for tensor in _seen(module, functools.partial(type(module).forward, module), trial)
+        ]
         agreed = _agree(lambda: [tensor for trial in trials for tensor in _seen(module, short, trial)], wanted)
     except _TRIAL_ERRORS:
         return None
@@ -349,7 +351,14 @@ class _Layer:
         joined, out, inner, down = attention.joined.own(), attention.out.own(), mlp.inner.own(), mlp.down.own()
         ops = torch.ops.hf_cb
         before = ops.before_attention(
-            x, *self.first.numbers, joined.weight, joined.bias, joined.width, joined.matrix, *position_embeddings, attention.turned
+            x,
+            *self.first.numbers,
+            joined.weight,
+            joined.bias,
+            joined.width,
+            joined.matrix,
+            *position_embeddings,
+            attention.turned,
         )
         return ops.after_attention(  # type: ignore[no-any-return]
             *(attention.attend(before), x, out.weight, out.bias, *self.second.numbers),

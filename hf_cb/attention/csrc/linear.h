@@ -246,7 +246,10 @@ class Block {
     if (by_matrix) run_matrix(by_matrix);
     const int most = two_ ? kTileRows<4> : kTileRows<2>;
     const int64_t left = rows_ - by_matrix, tiles = (left + most - 1) / most;
-    if (tiles) ahead_.lines = (ahead_.lines + tiles - 1) / tiles;
+    if (tiles < 2)
+      ahead_.at = ahead_.end;  // nothing to hide it behind: the processor follows a stream by itself, and better
+    else
+      ahead_.lines = (ahead_.lines + tiles - 1) / tiles;
     for (int64_t from = 0; from < product_.steps; from += kDepthBlock) {
       const int64_t steps = std::min(kDepthBlock, product_.steps - from);
       for (int64_t i = 0; i < tiles; ++i) {
