@@ -55,7 +55,8 @@ Tensor product(const Tensor& x, const Tensor& packed, const std::optional<Tensor
               "packed: takes what `pack` made, of the dtype of x");
   TORCH_CHECK(activation >= 0 && activation <= int64_t(Activation::kGeluTanh), "activation: takes 0 to 3");
   const int64_t panels = kind == Activation::kNone ? packed.size(0) : packed.size(0) / 2;
-  TORCH_CHECK(width > (panels - 1) * kPanel && width <= panels * kPanel && (kind == Activation::kNone || width % kPanel == 0),
+  TORCH_CHECK(width > (panels - 1) * kPanel && width <= panels * kPanel &&
+                  (kind == Activation::kNone || (width % kPanel == 0 && packed.size(0) % 2 == 0)),
               "width: takes the number of columns that were packed");
   if (bias)
     TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == packed.size(0) * kPanel,
