@@ -26,10 +26,10 @@ test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
 	$(BIN)/python -m demo.packaged_model
 	$(BIN)/python -m pytest $(ARGS)
 
-sanitize: $(VENV)/.dev ## the attention kernel's tests under the address and undefined behaviour sanitizers (g++)
+sanitize: $(VENV)/.dev ## the kernels' tests under the address and undefined behaviour sanitizers (g++)
 	CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest --timeout 900 tests/attention/test_native.py $(ARGS)
+	$(BIN)/python -m pytest --timeout 900 tests/attention/test_native.py tests/attention/test_layers.py $(ARGS)
 
 bench: $(VENV)/.demo ## throughput against other ways to run the same model (MODEL=id or folder, ARGS=more options)
 	$(BIN)/python -m benchmarks.throughput $(if $(MODEL),--model "$(MODEL)") $(ARGS)

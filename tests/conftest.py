@@ -39,6 +39,14 @@ def llama() -> PreTrainedModel:
     return models.tiny("llama")
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """For tests that change the number of torch's threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 class _Watch:
     """Notes what the engines of one test do. It holds no engine, worker or handle: a test may watch those being collected."""
 

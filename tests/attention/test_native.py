@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,19 +18,13 @@ from hf_cb.attention.step import LayerKV
 
 BACKEND, ORACLE = NativeCPUBackend(), ReferenceBackend()
 
+TOLERANCES = [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 LONG = [(1, 1500), (1, 511), (1, 512), (200, 900), (3, 1100), (1, 0), (600, 0)]  # on both sides of every tile and split
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _built() -> None:
     assert BACKEND.why_not(make_spec()) is None, "these tests need a C++ compiler"
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_like_oracle(case: Case, tolerance: float = 2e-5) -> None:
@@ -47,7 +40,7 @@ def test_float32(case: Case) -> None:
     assert_like_oracle(case)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES[1:], ids=str)
 def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
     @settings(max_examples=75, deadline=None)
     @given(cases(dtype))
@@ -65,9 +58,14 @@ def test_keys_that_are_split(options: dict[str, object], dtype: torch.dtype) -> 
     assert_like_oracle(case, 2e-5 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize(("size", "value_size"), [(1, 1), (17, 33), (80, 80), (96, 128), (192, 128), (256, 256), (576, 512)])
-def test_head_sizes(size: int, value_size: int) -> None:
-    assert_like_oracle(make_case(make_spec(head_size=size, value_head_size=value_size), [(1, 70), (9, 90), (1, 0)]))
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "value_size"), [(1, 1), (17, 33), (33, 17), (40, 72), (80, 80), (96, 128), (192, 128), (256, 256), (576, 512)]
+)
+def test_head_sizes(size: int, value_size: int, dtype: torch.dtype, tolerance: float) -> None:
+    for options in ({}, {"window": 5, "softcap": 3.0, "has_sinks": True}):
+        spec = make_spec(head_size=size, value_head_size=value_size, dtype=dtype, **options)
+        assert_like_oracle(make_case(spec, [(1, 70), (9, 90), (1, 0)]), tolerance)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (40, 1), (97, 1), (200, 2)])
@@ -115,8 +113,9 @@ def test_bit_equality_of_long_rows_among_many(options: dict[str, int]) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_bits_do_not_depend_on_the_number_of_threads() -> None:
-    case = make_case(make_spec(num_heads=9, num_kv_heads=3, head_size=64), LONG, block_size=16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    case = make_case(make_spec(num_heads=9, num_kv_heads=3, head_size=64, dtype=dtype), LONG, block_size=16)
     outs = []
     for count in (1, 2, 3, 7):
         torch.set_num_threads(count)
@@ -130,7 +129,8 @@ def test_a_row_is_bit_equal_however_it_is_cut_into_chunks(data: st.DataObject) -
     """Each query has the same bits in a prompt, in a chunk of it, and alone as if it had been decoded."""
     length = data.draw(st.integers(2, 150) | st.integers(500, 700))
     options = data.draw(st.sampled_from([{}, {"window": 70}, {"chunk": 50}, {"has_sinks": True, "softcap": 2.0}]))
-    case = make_case(make_spec(num_heads=6, num_kv_heads=2, **options), [(length, 0)], block_size=data.draw(st.integers(3, 20)))
+    spec = make_spec(num_heads=6, num_kv_heads=2, dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])), **options)
+    case = make_case(spec, [(length, 0)], block_size=data.draw(st.integers(3, 20)))
     whole = case.attend(BACKEND)
     table = case.step.block_table.tolist()
     kv = LayerKV(case.kv.k.clone(), case.kv.v.clone())
@@ -154,14 +154,25 @@ def test_writes_its_slots_and_no_other(case: Case) -> None:
         torch.testing.assert_close(after.flatten(0, 1), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_keys_out_of_sight_are_not_read() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_out_of_sight_are_not_read(dtype: torch.dtype) -> None:
     for options in ({"window": 20}, {"chunk": 32}):
-        case = make_case(make_spec(**options), [(1, 900), (5, 905)], block_size=4)
+        case = make_case(make_spec(dtype=dtype, **options), [(1, 900), (5, 905)], block_size=4)
         expected = case.attend(BACKEND)
         kv = LayerKV(case.kv.k.clone(), case.kv.v.clone())
         for table in case.step.block_table[:, :200]:  # positions before 800
             kv.k[table], kv.v[table] = torch.nan, torch.nan
         assert torch.equal(case.attend(BACKEND, kv), expected)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
+def test_queries_that_see_nothing_of_a_tile_beside_some_that_do(dtype: torch.dtype, tolerance: float) -> None:
+    """What earlier work left where their weights belong, no number perhaps, is not taken for them."""
+    spec = make_spec(num_heads=2, num_kv_heads=2, dtype=dtype)
+    crossing = make_case(replace(spec, window=1), [(6, 60)], block_size=16)
+    for seed in range(30):
+        make_case(spec, [(6, 20)], block_size=16, seed=seed).attend(BACKEND)
+        assert_like_oracle(crossing, tolerance)
 
 
 def test_one_plan_serves_every_layer() -> None:

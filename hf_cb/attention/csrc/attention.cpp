@@ -18,6 +18,12 @@ void check_ints(const Tensor& tensor, at::ScalarType type, const char* name) {
 }
 
 template <typename Record>
+void check_records(const Tensor& tensor, const char* name) {
+  check_ints(tensor, at::kInt, name);
+  TORCH_CHECK(tensor.dim() == 2 && tensor.size(1) * sizeof(int32_t) == sizeof(Record), name, ": takes what `plan` made");
+}
+
+template <typename Record>
 Tensor as_tensor(const std::vector<Record>& records) {
   constexpr int64_t width = sizeof(Record) / sizeof(int32_t);
   Tensor tensor = at::empty({int64_t(records.size()), width}, at::kInt);
@@ -30,6 +36,9 @@ std::tuple<Tensor, Tensor, Tensor> plan(const Tensor& starts, const Tensor& key_
                                         std::optional<int64_t> chunk) {
   check_ints(starts, at::kInt, "starts");
   check_ints(key_lens, at::kInt, "key_lens");
+  TORCH_CHECK(starts.numel() == key_lens.numel() + 1, "starts: takes one more than key_lens");
+  TORCH_CHECK(heads > 0 && group > 0 && value_size > 0, "heads, group, value_size: takes positive numbers");
+  TORCH_CHECK(window.value_or(1) > 0 && chunk.value_or(1) > 0, "window, chunk: takes positive numbers");
   const Plan made = make_plan(starts.const_data_ptr<int32_t>(), key_lens.const_data_ptr<int32_t>(), key_lens.numel(), heads,
                               group, {window, chunk}, at::get_num_threads());
   return {as_tensor(made.pieces), as_tensor(made.merges), at::empty({made.partial_rows, value_size + 2}, at::kFloat)};
@@ -75,6 +84,8 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_ca
   for (const Tensor* tensor : {&k, &v, &k_cache, &v_cache})
     TORCH_CHECK(tensor->scalar_type() == q.scalar_type(), "k, v, k_cache, v_cache: takes the dtype of q");
   TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0), "k, v: takes as many tokens as q");
+  TORCH_CHECK(k.size(1) > 0 && k.size(2) > 0 && v.size(1) == k.size(1) && v.size(2) > 0, "k, v: takes heads, as many of both");
+  TORCH_CHECK(k_cache.sizes().slice(0, 2) == v_cache.sizes().slice(0, 2), "k_cache, v_cache: takes the same slots");
   TORCH_CHECK(k.sizes().slice(1) == k_cache.sizes().slice(2) && v.sizes().slice(1) == v_cache.sizes().slice(2),
               "k, v: takes the cache's heads and sizes");
   TORCH_CHECK(q.size(1) % k.size(1) == 0 && q.size(2) == k.size(2), "q: takes the keys' size, and whole groups of heads");
@@ -88,6 +99,12 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache,
   check(q, k, v, k_cache, v_cache);
   check_ints(slots, at::kLong, "slots");
   check_ints(table, at::kInt, "table");
+  TORCH_CHECK(slots.numel() == q.size(0), "slots: takes one for each token");
+  TORCH_CHECK(table.dim() == 2, "table: takes [rows, blocks]");
+  check_records<Piece>(pieces, "pieces");
+  check_records<Merge>(merges, "merges");
+  TORCH_CHECK(partials.scalar_type() == at::kFloat && partials.is_contiguous(), "partials: takes what `plan` made");
+  if (sinks) TORCH_CHECK(sinks->numel() == q.size(1), "sinks: takes one for each head");
   Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
   const Tensor logits = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
   const auto serve = [&](auto zero) {

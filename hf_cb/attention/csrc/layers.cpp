@@ -22,13 +22,16 @@ auto with_type(const Tensor& tensor, const char* name, F&& f) {
   }
 }
 
+// At least one, of zeros where there is no depth, so that even then biases go where they belong.
+int64_t steps_of(int64_t k, int64_t depth) { return std::max<int64_t>(1, (k + depth - 1) / depth); }
+
 // [N, K] -> [panels, steps, kPanel, kDepth], with zeros for the columns and the depth that are not there.
 Tensor pack(const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight: takes a contiguous [N, K]");
   return with_type(weight, "weight", [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t depth = Step<T>::kDepth;
-    const int64_t n = weight.size(0), k = weight.size(1), steps = (k + depth - 1) / depth, panels = (n + kPanel - 1) / kPanel;
+    const int64_t n = weight.size(0), k = weight.size(1), steps = steps_of(k, depth), panels = (n + kPanel - 1) / kPanel;
     Tensor packed = at::zeros({panels, steps, kPanel, depth}, weight.options());
     const T* from = weight.const_data_ptr<T>();
     T* to = packed.mutable_data_ptr<T>();
@@ -52,35 +55,38 @@ Tensor product(const Tensor& x, const Tensor& packed, const std::optional<Tensor
               "packed: takes what `pack` made, of the dtype of x");
   TORCH_CHECK(activation >= 0 && activation <= int64_t(Activation::kGeluTanh), "activation: takes 0 to 3");
   const int64_t panels = kind == Activation::kNone ? packed.size(0) : packed.size(0) / 2;
-  TORCH_CHECK(width > (panels - 1) * kPanel && width <= panels * kPanel && (kind == Activation::kNone || width % kPanel == 0),
+  TORCH_CHECK(width > (panels - 1) * kPanel && width <= panels * kPanel &&
+                  (kind == Activation::kNone || (width % kPanel == 0 && packed.size(0) % 2 == 0)),
               "width: takes the number of columns that were packed");
   if (bias)
     TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == packed.size(0) * kPanel,
                 "bias: takes float32, one for each packed column");
+  auto shape = x.sizes().vec();
+  shape.back() = width;
+  const int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1), k = x.size(-1);
+  const Tensor added = residual ? residual->contiguous() : Tensor();
   if (residual)
-    TORCH_CHECK(residual->scalar_type() == x.scalar_type() && residual->is_contiguous() && residual->size(-1) == width &&
-                    residual->numel() * x.size(-1) == x.numel() * width,
-                "residual: takes contiguous rows like the result's");
+    TORCH_CHECK(added.scalar_type() == x.scalar_type() && added.dim() >= 1 && added.size(-1) == width && added.numel() == rows * width,
+                "residual: takes rows like the result's");
   return with_type(x, "x", [&](auto zero) {
     using T = decltype(zero);
     using Factor = typename Step<T>::Factor;
     constexpr int64_t depth = Step<T>::kDepth;
-    const int64_t k = x.size(-1), steps = packed.size(1), rows = k ? x.numel() / k : 0;
-    TORCH_CHECK((k + depth - 1) / depth == steps, "x: takes rows as long as the weight is deep");
-    auto shape = x.sizes().vec();
-    shape.back() = width;
+    const int64_t steps = packed.size(1);
+    TORCH_CHECK(packed.size(2) == kPanel && packed.size(3) == depth, "packed: takes what `pack` made");
+    TORCH_CHECK(steps_of(k, depth) == steps, "x: takes rows as long as the weight is deep");
     Tensor out = at::empty(shape, x.options());
     if (!rows) return out;
     Tensor input = x.contiguous();
-    if constexpr (depth == 1) input = input.to(at::kFloat);
-    if (depth == 2 && k % 2) {  // the pair of the last number is a zero
-      Tensor even = at::zeros({rows, k + 1}, x.options());
-      even.narrow(1, 0, k).copy_(input.view({rows, k}));
-      input = even;
+    if (k < steps * depth) {  // the last step is filled up with zeros
+      Tensor full = at::zeros({rows, steps * depth}, x.options());
+      full.narrow(1, 0, k).copy_(input.view({rows, k}));
+      input = full;
     }
+    if constexpr (depth == 1) input = input.to(at::kFloat);
     multiply(Product<T>{static_cast<const Factor*>(input.const_data_ptr()), rows, steps, packed.const_data_ptr<T>(),
                         packed.size(0), bias ? bias->const_data_ptr<float>() : nullptr,
-                        residual ? residual->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(), width, kind, swapped,
+                        residual ? added.const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(), width, kind, swapped,
                         matrix && kHasMatrix<T>});
     return out;
   });
@@ -106,7 +112,7 @@ Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps, double off
     using T = decltype(zero);
     const T *from = input.const_data_ptr<T>(), *factors = weight.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
-    at::parallel_for(0, size ? x.numel() / size : 0, 1 + (1 << 15) / size, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, size ? x.numel() / size : 0, 1 + (1 << 15) / std::max<int64_t>(1, size), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) rms_norm(from + i * size, factors, to + i * size, size, eps, offset, late);
     });
     return 0;
@@ -117,8 +123,8 @@ Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps, double off
 // Turns the first `heads` heads of each row of x [..., T, H * D] in place, by cos and sin [..., T, D].
 void rotate_op(Tensor x, const Tensor& cos, const Tensor& sin, int64_t heads) {
   const int64_t size = cos.size(-1), tokens = size ? cos.numel() / size : 0, width = x.size(-1);
-  TORCH_CHECK(x.is_contiguous() && x.numel() == tokens * width && width >= heads * size && size % 2 == 0,
-              "x: takes contiguous [T, at least heads * D], D even");
+  TORCH_CHECK(x.is_contiguous() && x.numel() == tokens * width && size % 2 == 0, "x: takes contiguous [T, H * D], D even");
+  TORCH_CHECK(heads >= 0 && (size == 0 || heads <= width / size), "heads: takes at most as many as x has");
   for (const Tensor* turn : {&cos, &sin})
     TORCH_CHECK(turn->is_contiguous() && turn->sizes() == cos.sizes() && turn->scalar_type() == x.scalar_type(),
                 "cos, sin: takes contiguous [T, D] of the dtype of x");

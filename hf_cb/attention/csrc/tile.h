@@ -232,7 +232,8 @@ class PieceRunner {
   // Scores [from:to] of one row become weights relative to its new maximum; what it doesn't see weighs nothing. Weights to be
   // multiplied in pairs are rounded to bfloat16, two to a word.
   void soften(float* scores, std::pair<int, int> seen, int from, int to, int64_t row) {
-    if (seen.first >= seen.second) return std::fill(scores + from, scores + to, 0.0f);
+    const auto forget = [&] { std::fill(scores + from / kKeys, scores + to / kKeys, 0.0f); };
+    if (seen.first >= seen.second) return forget();
     Vec highest(-kInfinity);
     for (int i = from; i < to; i += kLanes) {
       Vec score = Vec::loadu(scores + i);
@@ -248,7 +249,7 @@ class PieceRunner {
     }
     const float before = maxima_[row], maximum = std::max(before, maximum_of(highest));
     // Nothing but minus infinity so far: these keys weigh nothing beside any later one.
-    if (maximum == -kInfinity) return std::fill(scores + from, scores + to, 0.0f);
+    if (maximum == -kInfinity) return forget();
     Vec total(0.0f);
     for (int i = from; i < to; i += kLanes) {
       const Vec weight = exponential(Vec::loadu(scores + i) - Vec(maximum));
