@@ -24,6 +24,7 @@ test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m demo.packaged_model
+	$(BIN)/python -m hf_cb.attention.native
 	$(BIN)/python -m pytest $(ARGS)
 
 sanitize: $(VENV)/.dev ## the kernels' tests under the address and undefined behaviour sanitizers (g++)
