@@ -162,7 +162,7 @@ def test_a_weight_that_cannot_be_packed_again_is_used_as_it_is(
         def fail(self: object) -> None:
             raise RuntimeError("no memory")
 
-        monkeypatch.setattr(packing._Pack, "load", fail)
+        monkeypatch.setattr(packing.Pack, "load", fail)
         for model in (pair.plain, pair.served):
             by_operation(model.model.layers[0].self_attn.k_proj.weight)
         with caplog.at_level(logging.WARNING, "hf_cb"):
