@@ -1,20 +1,28 @@
 """The attention kernels against torch's own on the same shapes, and against the memory's bandwidth.
 
 Torch's scaled_dot_product_attention gets what suits it: keys and values of equal length, contiguous, nothing to write.
-Ours reads shuffled blocks and writes. Each figure is the best of many short runs, taken in turns.
+Ours reads shuffled blocks and writes; so does vLLM's for CPUs, which --vllm brings in, in a process of its own environment.
+Each figure is the best of many short runs, taken in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import json
+import os
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch.nn import functional
 
+from benchmarks import peer_environments
 from hf_cb.attention.backend import attention_backend_names, load_attention_backend
 from hf_cb.attention.step import AttentionStep, LayerSpec
 from hf_cb.runtime.kv_cache import KVCache
@@ -62,13 +70,17 @@ def main() -> None:
     bandwidth = read_bandwidth(arguments.seconds)
     print(f"{arguments.dtype}, {torch.get_num_threads()} threads, memory read at {bandwidth / 1e9:.1f} GB/s (torch.sum)")
     print(f"{'shape':<22}{'backend':<12}{'ms':>9}{'x SDPA':>9}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>9}")
-    with torch.inference_mode():
-        for shape in SHAPES:
-            _report(shape, spec, arguments, bandwidth)
+    with torch.inference_mode(), vllm(spec) if arguments.vllm else contextlib.nullcontext() as others:
+        for i, shape in enumerate(SHAPES):
+            _report(shape, spec, arguments, bandwidth, {"vllm": others[i]} if others else {})
 
 
-def _report(shape: Shape, spec: LayerSpec, arguments: argparse.Namespace, bandwidth: float) -> None:
-    runs = {"sdpa": sdpa(shape, spec)}
+Run = Callable[[], object]
+"""One run. It returns its seconds, where its caller can't measure them."""
+
+
+def _report(shape: Shape, spec: LayerSpec, arguments: argparse.Namespace, bandwidth: float, others: dict[str, Run]) -> None:
+    runs = {"sdpa": sdpa(shape, spec), **others}
     for name in arguments.backends:
         backend = load_attention_backend(name)
         if backend.why_not(spec) is None:
@@ -85,7 +97,7 @@ def _report(shape: Shape, spec: LayerSpec, arguments: argparse.Namespace, bandwi
         )
 
 
-def best_of(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+def best_of(runs: dict[str, Run], seconds: float) -> dict[str, float]:
     """Seconds of the best run of each, in turns, until each has had `seconds` in all (and at least three runs)."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -93,8 +105,8 @@ def best_of(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
     while any(len(spent) < 3 or sum(spent) < seconds for spent in times.values()):
         for name, run in runs.items():
             began = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - began)
+            told = run()
+            times[name].append(told if isinstance(told, float) else time.perf_counter() - began)
     return {name: min(spent) for name, spent in times.items()}
 
 
@@ -104,7 +116,7 @@ def read_bandwidth(seconds: float) -> float:
     return _READ_BYTES / best_of({"sum": numbers.sum}, seconds)["sum"]
 
 
-def sdpa(shape: Shape, spec: LayerSpec) -> Callable[[], object]:
+def sdpa(shape: Shape, spec: LayerSpec) -> Run:
     """torch's attention over contiguous keys and values."""
     q = torch.randn(shape.rows, spec.num_heads, shape.queries, spec.head_size).to(spec.dtype)
     k, v = (torch.randn(shape.rows, spec.num_kv_heads, shape.keys, spec.head_size).to(spec.dtype) for _ in "kv")
@@ -115,7 +127,7 @@ def sdpa(shape: Shape, spec: LayerSpec) -> Callable[[], object]:
     return lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
 
 
-def paged(shape: Shape, spec: LayerSpec, name: str) -> Callable[[], object]:
+def paged(shape: Shape, spec: LayerSpec, name: str) -> Run:
     """One of our backends, over blocks dealt at random; the plan is made once, as it is for all layers of a step."""
     backend = load_attention_backend(name)
     per_row = -(-shape.keys // _BLOCK_SIZE)
@@ -131,6 +143,40 @@ def paged(shape: Shape, spec: LayerSpec, name: str) -> Callable[[], object]:
     step = _step(shape, table)
     plan = backend.plan(step, spec)
     return lambda: backend.attend(q, k, v, kv, spec, step, plan)
+
+
+@contextlib.contextmanager
+def vllm(spec: LayerSpec) -> Iterator[list[Run]]:
+    """vLLM's operators on each of `SHAPES`."""
+    settings = {
+        "threads": torch.get_num_threads(),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_size": spec.head_size,
+        "shapes": [(shape.rows, shape.queries, shape.context) for shape in SHAPES],
+    }
+    driver = Path(__file__).parent / "drivers" / "run_vllm_attention.py"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    preload = peer_environments.folder("vllm") / "lib/libiomp5.so"  # vLLM's manual: "for best performance"
+    if preload.is_file():
+        environment["LD_PRELOAD"] = str(preload)
+    command = [peer_environments.python("vllm"), driver, json.dumps(settings)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        to, answers = process.stdin, process.stdout
+
+        def run(index: int) -> float:
+            to.write(f"{index}\n")
+            to.flush()
+            return float(answers.readline())
+
+        if answers.readline() != "ready\n":
+            raise RuntimeError(f"vLLM's attention does not start: {' '.join(map(str, command))}")
+        yield [functools.partial(run, i) for i in range(len(SHAPES))]
+        to.close()
 
 
 def _step(shape: Shape, table: torch.Tensor) -> AttentionStep:
@@ -159,6 +205,7 @@ def _arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each backend and shape")
     names = [name for name in attention_backend_names() if name != "reference"]
     parser.add_argument("--backends", nargs="+", default=names, choices=attention_backend_names())
+    parser.add_argument("--vllm", action="store_true", help="its environment: python -m benchmarks.peer_environments vllm")
     return parser.parse_args(argv)
 
 

@@ -72,6 +72,11 @@ def load() -> Path:
         return path
 
 
+def is_loaded() -> bool:
+    """Whether the kernels can be called, without building them."""
+    return bool(_loaded)
+
+
 def _build() -> Path:
     """The library's file, which another process may have built."""
     compiler, compile_flags, link_flags = _toolchain()

@@ -57,14 +57,14 @@ def test_the_command_builds_and_tells_where(cache: Path, compiler: Path) -> None
     assert first.returncode == 0, err
     (library,) = cache.glob("*.so")
     assert out.strip() == str(library)
-    assert err == f"hf_cb: compiling the attention kernel, once, into {cache} (about 10 s)\n"
+    assert err == f"hf_cb: compiling its kernels, once, into {cache} (about 20 s)\n"
     assert start().communicate() == (out, "")
 
 
 def test_two_processes_build_once(cache: Path, compiler: Path) -> None:
     results = [process.communicate() for process in [start(), start()]]
     assert results[0][0] == results[1][0] != ""
-    assert len(compiler.read_text().splitlines()) == 2  # one compiles, and links
+    assert len(compiler.read_text().splitlines()) == 4  # one compiles three sources, and links
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".so"]
 
 
@@ -77,7 +77,7 @@ def test_threads_build_once(cache: Path, compiler: Path) -> None:
     )
     out, err = process.communicate()
     assert out.split() == [str(path) for path in cache.glob("*.so")], err
-    assert len(compiler.read_text().splitlines()) == 2
+    assert len(compiler.read_text().splitlines()) == 4
 
 
 def test_a_build_that_is_killed_leaves_no_lock_and_no_half_library(cache: Path, compiler: Path) -> None:

@@ -121,12 +121,50 @@ inline __m256i high_bfloat16(__m256i pair) { return _mm256_and_si256(pair, _mm25
 
 // The loops below call `between` once a step: there the caller asks for memory that it will need later.
 
+#if defined(CPU_CAPABILITY_AVX512)
+// 64 bytes of sixteen rows, turned: word w of every row to to[w * stride].
+template <typename T, typename F>
+inline void transpose_lines(const T* const* rows, int64_t column, float* to, int64_t stride, F&& between) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 2) {
+    const __m512i even = _mm512_loadu_si512(rows[i] + column), odd = _mm512_loadu_si512(rows[i + 1] + column);
+    a[i] = low32(even, odd), a[i + 1] = high32(even, odd);
+  }
+  between();
+  // b[4 g + j]: words j, j + 4, j + 8 and j + 12 of rows 4 g to 4 g + 3, four to a lane.
+#pragma GCC unroll 4
+  for (int g = 0; g < 16; g += 4) {
+    b[g] = low64(a[g], a[g + 2]), b[g + 1] = high64(a[g], a[g + 2]);
+    b[g + 2] = low64(a[g + 1], a[g + 3]), b[g + 3] = high64(a[g + 1], a[g + 3]);
+  }
+  between();
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i even = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), odd = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xdd);
+    const __m512i other_even = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
+    const __m512i other_odd = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xdd);
+    put(to + j * stride, _mm512_shuffle_i32x4(even, other_even, 0x88));
+    put(to + (4 + j) * stride, _mm512_shuffle_i32x4(odd, other_odd, 0x88));
+    put(to + (8 + j) * stride, _mm512_shuffle_i32x4(even, other_even, 0xdd));
+    put(to + (12 + j) * stride, _mm512_shuffle_i32x4(odd, other_odd, 0xdd));
+  }
+  between();
+  between();
+}
+#endif
+
 // Columns of kLanes rows, 16 bytes of each row at a time: four words of every row, or four pairs of bfloat16, taken apart unless
 // they are to stay `together`.
 template <typename T, bool together, typename F>
 inline int64_t transpose_words(const T* const* rows, float* to, int64_t stride, int64_t size, F&& between) {
   constexpr int64_t kStep = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
   int64_t column = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float> || together)
+    for (; column + 4 * kStep <= size; column += 4 * kStep)
+      transpose_lines(rows, column, to + column / kPerWord * stride, stride, between);
+#endif
   for (; column + kStep <= size; column += kStep) {
     between();
     const auto pointers = reinterpret_cast<const void* const*>(rows);
@@ -179,8 +217,14 @@ inline void interleave(const at::BFloat16* a, const at::BFloat16* b, float* to, 
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
                                        35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  for (int64_t i = 0; i < count; i += 2 * kLanes) {
-    const __mmask32 mask = count - i >= 32 ? ~0u : (1u << (count - i)) - 1;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    const __m512i x = _mm512_loadu_si512(a + i), y = _mm512_loadu_si512(b + i);
+    put(to + i, _mm512_permutex2var_epi16(x, low, y));
+    put(to + i + kLanes, _mm512_permutex2var_epi16(x, high, y));
+  }
+  if (i < count) {
+    const __mmask32 mask = (1u << (count - i)) - 1;
     const __m512i x = _mm512_maskz_loadu_epi16(mask, a + i), y = _mm512_maskz_loadu_epi16(mask, b + i);
     put(to + i, _mm512_permutex2var_epi16(x, low, y));
     if (count - i > kLanes) put(to + i + kLanes, _mm512_permutex2var_epi16(x, high, y));
