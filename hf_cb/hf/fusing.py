@@ -40,11 +40,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @contextlib.contextmanager
 def calls_of(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Call]]:
-    """The latest call of each module inside."""
+    """The first call of each module inside."""
     calls: dict[nn.Module, Call] = {}
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls[module] = args, kwargs
+        calls.setdefault(module, (args, kwargs))
         return type(module).forward(module, *args, **kwargs)
 
     own = [module for module in modules if "forward" not in vars(module)]  # accelerate's hooks are there

@@ -27,9 +27,9 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.llama.modeling_llama import eager_attention_forward as eager
 
 import hf_cb
-from hf_cb.hf import packing
+from hf_cb.hf import fusing, packing
 from hf_cb.hf.packing import Pack
-from hf_cb.hf.products import kernels_panel
+from hf_cb.hf.products import OwnProducts, kernels_panel
 from hf_cb.hf.short import Attention, GatedMLP, Layer, Norm
 from hf_cb.hf.support import examine
 
@@ -136,6 +136,20 @@ def test_room_for_some_weights_only(share: float) -> None:
     assert kinds.get("GatedMLP", 0) < 3
     with seam.duo("llama", {"pack_memory": int(share * whole)}) as pair:
         pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernels_activations_are_those_that_modules_are_tried_with(dtype: torch.dtype) -> None:
+    size = 2 * kernels_panel()
+    product = OwnProducts().pack(torch.eye(2 * size, dtype=dtype), None)
+    top = 200.0 if dtype == torch.float16 else 1e6
+    gate = torch.cat([torch.linspace(-end, end, 10 * size) for end in (12.0, 200.0, top)]).to(dtype).view(-1, size)
+    up = torch.randn(gate.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for number, function in fusing._ACTIVATIONS.items():
+        want = function(gate) * up
+        for swapped in (False, True):
+            got = product.gated(torch.cat([up, gate] if swapped else [gate, up], -1), number, swapped)
+            torch.testing.assert_close(got, want, rtol=3e-6 if dtype == torch.float32 else 1e-2, atol=1e-5)
 
 
 # -- look-alikes -------------------------------------------------------------------------------------------------------------
