@@ -88,7 +88,7 @@ def test_what_is_fused_in_half_precision(name: str, dtype: torch.dtype) -> None:
     assert fused(models.tiny(name).to(dtype)) == WHOLE
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "phi3", "mistral", "granite", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "phi3", "granite", "qwen3"])
 def test_same_tokens_alone_and_in_company(name: str) -> None:
     with seam.duo(name) as pair:
         alone = [pair.same(row[None], max_new_tokens=NEW)[0, len(row) :].tolist() for row in ROWS[:2]]
@@ -128,7 +128,7 @@ def test_half_precision_is_as_near_to_the_truth_as_plain(name: str) -> None:
     assert (served - want).abs().mean() < 1.5 * (plain - want).abs().mean() + 1e-3
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.2, 0.6])
 def test_room_for_some_weights_only(share: float) -> None:
     whole = examine(models.tiny("llama"), pack_memory=ROOM).packs.num_bytes
     kinds = fused(models.tiny("llama"), pack_memory=int(share * whole))
@@ -327,12 +327,11 @@ def test_look_alikes(kind: type[nn.Module]) -> None:
         pair.same(**seam.left_padded(ROWS[:4]), max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [QuietLayer, ClampedAttention, QuietAttention, ClampedMLP, MeanNorm])
-def test_look_alikes_whose_weights_tell_nothing(kind: type[nn.Module], dtype: torch.dtype) -> None:
+def test_look_alikes_whose_weights_tell_nothing(kind: type[nn.Module]) -> None:
     """Weights of zero hide what is done to their products, until others are loaded."""
     path, kinds = LOOK_ALIKES[kind]
-    model = models.tiny("llama").to(dtype)
+    model = models.tiny("llama").to(torch.bfloat16)
     part_of(model, path).__class__ = kind
     with torch.no_grad():
         for parameter in model.model.layers[1].parameters():
@@ -460,7 +459,7 @@ def through_numpy(tensor: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("write", [by_operation, by_other_data, through_numpy])
-@pytest.mark.parametrize("name", ["input_layernorm.weight", "mlp.gate_proj.weight", "self_attn.k_proj.weight"])
+@pytest.mark.parametrize("name", ["input_layernorm.weight", "mlp.gate_proj.weight"])
 def test_a_write_is_followed(name: str, write: Callable[[nn.Parameter], None]) -> None:
     with seam.duo() as pair:
         before = pair.same(PROMPT, max_new_tokens=NEW)
