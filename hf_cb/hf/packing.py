@@ -67,7 +67,7 @@ class Packs:
         self._packs: list[Pack] = []
         try:
             for modules in groups:
-                products = products_for(modules[0].weight.dtype)
+                products = products_for(_weight(modules[0]).dtype)
                 size = sum(_weight(module).nbytes for module in modules)
                 if products is not None and self.num_bytes + size <= limit:
                     self.num_bytes += size
@@ -120,7 +120,7 @@ class Pack:
     def load(self) -> None:
         """Copy the weights as they are now."""
         weights = [_weight(module) for module in self.modules]
-        self._widths = [len(weight) for weight in weights]
+        self.widths = [len(weight) for weight in weights]
         joined = torch.cat(weights) if len(weights) > 1 else weights[0].contiguous()
         self.packed = self._products.pack(joined, _joined_bias(self.modules, weights))
 
@@ -139,7 +139,7 @@ class Pack:
         return self.packed
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
-        self._input, self._parts = x, self.product(x).split(self._widths, -1)
+        self._input, self._parts = x, self.product(x).split(self.widths, -1)
         return self._parts[0]
 
     def _other(self, index: int, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Products of rows with packed weights on a CPU: by the compiled kernels, or by oneDNN, the library behind torch's own.
 
-The kernels (attention/csrc/linear.h) read a weight as one stream, and their sums have one order: a row's bits are the same in any
-company. With AMX, which only the library's kernels know, sixteen rows and more go through those, over the same copy.
+The kernels (attention/csrc/linear.h) read a weight as one stream, and their sums have one order: a row's bits are the same in
+any company. With AMX, which only the library's kernels know, sixteen rows and more go through those, over the same copy.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ class OwnPacked:
         return torch.ops.hf_cb.linear(x, self.weight, self.bias, self.width, self.matrix)  # type: ignore[no-any-return]
 
     def gated(self, x: torch.Tensor, activation: int, swapped: bool) -> torch.Tensor:
-        """activation(first half of the columns) * the second, or the other way round if `swapped`: [..., in] -> [..., out / 2]."""
-        return torch.ops.hf_cb.gated(x, self.weight, self.bias, self.width // 2, self.matrix, activation, swapped)  # type: ignore[no-any-return]
+        """[..., in] -> [..., out / 2]: activation(first half of the columns) * the second, or swapped."""
+        return torch.ops.hf_cb.gated(  # type: ignore[no-any-return]
+            x, self.weight, self.bias, self.width // 2, self.matrix, activation, swapped
+        )
 
 
 class LibraryProducts:

@@ -89,7 +89,8 @@ class Fingerprint:
             objects.append(weakref.ref(module))
             if (forward := vars(module).get("forward")) is not None:
                 objects.append(weakref.ref(forward))
-            state.append((type(module), len(module._forward_hooks), len(module._forward_pre_hooks), forward is not None))
+            kind = type(module)  # whose forward can be exchanged, too
+            state.append((kind, kind.forward, len(module._forward_hooks), len(module._forward_pre_hooks), forward is not None))
             # Those keep books of what they have seen; and torch's own layers are what they are.
             if not rope_follows_length(module) and not type(module).__module__.startswith("torch.nn."):
                 state += _plain_values(module, containers=module is not model)

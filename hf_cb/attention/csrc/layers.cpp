@@ -104,13 +104,13 @@ Tensor gated(const Tensor& x, const Tensor& packed, const std::optional<Tensor>&
 
 Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps, double offset, bool late) {
   const int64_t size = weight.numel();
-  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == size && weight.is_contiguous() && weight.scalar_type() == x.scalar_type(),
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == size && weight.scalar_type() == x.scalar_type(),
               "weight: takes as many numbers as a row of x has, of its dtype");
-  const Tensor input = x.contiguous();
+  const Tensor input = x.contiguous(), own = weight.contiguous();
   Tensor out = at::empty(x.sizes(), x.options());
   with_type(x, "x", [&](auto zero) {
     using T = decltype(zero);
-    const T *from = input.const_data_ptr<T>(), *factors = weight.const_data_ptr<T>();
+    const T *from = input.const_data_ptr<T>(), *factors = own.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
     at::parallel_for(0, size ? x.numel() / size : 0, 1 + (1 << 15) / std::max<int64_t>(1, size), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) rms_norm(from + i * size, factors, to + i * size, size, eps, offset, late);
@@ -156,7 +156,8 @@ Tensor after_attention(const Tensor& attended, const Tensor& x, const Tensor& ou
                        const std::optional<Tensor>& inner_bias, int64_t inner_width, int64_t activation, bool swapped,
                        const Tensor& down, const std::optional<Tensor>& down_bias, bool matrix) {
   const int64_t width = x.size(-1);
-  const Tensor middle = product(attended, out, out_bias, width, matrix, 0, false, &x);
+  const Tensor before = x.contiguous();
+  const Tensor middle = product(attended, out, out_bias, width, matrix, 0, false, &before);
   const Tensor wide =
       product(rms_norm_op(middle, norm, eps, offset, late), inner, inner_bias, inner_width, matrix, activation, swapped);
   return product(wide, down, down_bias, width, matrix, 0, false, &middle);

@@ -1,0 +1,520 @@
+"""Short forwards: which modules get one, that those which compute something else keep their own, and what they follow."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import crowd
+import models
+import pytest
+import seam
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
+from transformers.models.llama.modeling_llama import eager_attention_forward as eager
+
+import hf_cb
+from hf_cb.hf import fusing, packing
+from hf_cb.hf.packing import Pack
+from hf_cb.hf.products import OwnProducts, kernels_panel
+from hf_cb.hf.short import Attention, GatedMLP, Layer, Norm
+from hf_cb.hf.support import examine
+
+NEW = 8
+ROOM = 1 << 30
+PROMPT = seam.prompts(6)[0][None]
+ROWS = seam.prompts(9, 1, 17, 33, 5, 2)
+WHOLE = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "Layer": 3}  # two norms in each of three layers, and a last one
+
+pytestmark = pytest.mark.skipif(not kernels_panel(), reason="the compiled kernels need a compiler and vector instructions")
+
+
+def fused(model: nn.Module, **options: Any) -> dict[str, int]:
+    """How many modules of a twin of `model` have a short forward, by kinds."""
+    forwards = [vars(module).get("forward") for module in examine(model, **{"pack_memory": ROOM, **options}).twin.modules()]
+    return dict(Counter(type(f).__name__ for f in forwards if isinstance(f, Norm | Attention | GatedMLP | Layer)))
+
+
+@contextlib.contextmanager
+def both(change: Callable[[Any], object], name: str = "llama") -> Iterator[seam.Duo]:
+    """Plain and served with the same change, the engine after it."""
+    plain, served = models.tiny(name), models.tiny(name)
+    change(plain), change(served)
+    with hf_cb.continuous_batching(served) as engine:
+        yield seam.Duo(plain, served, engine)
+
+
+def in_company(model: Any, engine: hf_cb.Engine, **options: Any) -> list[hf_cb.Result]:
+    with crowd.held(engine, len(ROWS)):
+        handles = [engine.submit(row, max_new_tokens=NEW, **options) for row in ROWS]
+    return [handle.result() for handle in handles]
+
+
+# -- what is fused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        *((name, WHOLE) for name in ("llama", "qwen2", "gemma", "phi3", "mistral")),
+        ("granite", {"Norm": 7, "Attention": 3, "GatedMLP": 3}),  # its layers scale what they add
+        ("qwen3", {"Norm": 13, "GatedMLP": 3}),  # norms between its queries and their turns
+        ("smollm3", {**WHOLE, "Attention": 2, "Layer": 2}),  # a layer without rotary positions
+        ("olmo2", {"Norm": 13, "GatedMLP": 3}),  # norms behind attention and MLP
+        ("cohere", {}),  # its norms subtract the mean
+        ("gpt2", {}),
+    ],
+)
+def test_what_is_fused(name: str, kinds: dict[str, int]) -> None:
+    assert fused(models.tiny(name)) == kinds
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma", "phi3"])
+def test_what_is_fused_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    assert fused(models.tiny(name).to(dtype)) == WHOLE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "phi3", "granite", "qwen3"])
+def test_same_tokens_alone_and_in_company(name: str) -> None:
+    with seam.duo(name) as pair:
+        alone = [pair.same(row[None], max_new_tokens=NEW)[0, len(row) :].tolist() for row in ROWS[:2]]
+        together = [list(result.tokens) for result in in_company(pair.served, pair.engine)]
+        assert together[:2] == alone
+        assert together[2:] == [pair.plain.generate(row[None], max_new_tokens=NEW)[0, len(row) :].tolist() for row in ROWS[2:]]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen2"])
+def test_half_precision_has_the_same_bits_in_any_company(name: str) -> None:
+    model = models.tiny(name).to(torch.bfloat16)
+    options = {"logprobs": 5, "prompt_logprobs": 5}
+    with hf_cb.continuous_batching(model) as engine:
+        together = in_company(model, engine, **options)
+        alone = [engine.submit(row, max_new_tokens=NEW, **options).result() for row in ROWS]
+    if torch.cpu._is_amx_tile_supported():  # whose kernels sum in another order for many rows
+        together, alone = together[:1], together[:1]
+    for one, other in zip(together, alone, strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == other.logprobs
+        assert one.prompt_logprobs == other.prompt_logprobs
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "phi3"])
+def test_half_precision_is_as_near_to_the_truth_as_plain(name: str) -> None:
+    model = models.tiny(name).to(torch.bfloat16)
+    truth = models.tiny(name).to(torch.bfloat16).float()  # the same weights
+    with hf_cb.continuous_batching(model) as engine:
+        got = engine.submit(ROWS[3], max_new_tokens=1, prompt_logprobs=0).result().prompt_logprobs
+    assert got is not None
+    with torch.no_grad():
+        want, plain = (
+            m(ROWS[3][None]).logits[0, :-1].float().log_softmax(-1).gather(-1, ROWS[3][1:, None])[:, 0]
+            for m in (truth, model)  # called, not generating: as without the engine
+        )
+    served = torch.tensor([place.logprob for place in got[1:] if place is not None])
+    assert (served - want).abs().mean() < 1.5 * (plain - want).abs().mean() + 1e-3
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_room_for_some_weights_only(share: float) -> None:
+    whole = examine(models.tiny("llama"), pack_memory=ROOM).packs.num_bytes
+    kinds = fused(models.tiny("llama"), pack_memory=int(share * whole))
+    assert kinds["Norm"] == 7
+    assert kinds.get("GatedMLP", 0) < 3
+    with seam.duo("llama", {"pack_memory": int(share * whole)}) as pair:
+        pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernels_activations_are_those_that_modules_are_tried_with(dtype: torch.dtype) -> None:
+    size = 2 * kernels_panel()
+    product = OwnProducts().pack(torch.eye(2 * size, dtype=dtype), None)
+    top = 200.0 if dtype == torch.float16 else 1e6
+    gate = torch.cat([torch.linspace(-end, end, 10 * size) for end in (12.0, 200.0, top)]).to(dtype).view(-1, size)
+    up = torch.randn(gate.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for number, function in fusing._ACTIVATIONS.items():
+        want = function(gate) * up
+        for swapped in (False, True):
+            got = product.gated(torch.cat([up, gate] if swapped else [gate, up], -1), number, swapped)
+            torch.testing.assert_close(got, want, rtol=3e-6 if dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
+# -- look-alikes -------------------------------------------------------------------------------------------------------------
+
+
+class ClampedMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7)) * self.up_proj(x))
+
+
+class RarelyClampedMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(-1e5, 1e5))
+
+
+class LouderMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(1.5 * x)
+
+
+class CutMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(-2, 2)
+
+
+class TwoMLP(LlamaMLP):
+    """Returns more than its result."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x
+
+
+class UpFirstMLP(LlamaMLP):
+    """The same, in another order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up_proj(x)
+        return self.down_proj(up * functional.silu(self.gate_proj(x)))
+
+
+class ShiftedNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) + 0.1
+
+
+class CutNorm(LlamaRMSNorm):
+    """Seen only where one number of a row stands out."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).clamp(-5, 5)
+
+
+class MeanNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+class OwnAttention(LlamaAttention):
+    """LlamaAttention with its steps one by one."""
+
+    def queries(self, q: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return q
+
+    def turn(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (proj(hidden_states).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.turn(self.queries(q, position_ids), k, *position_embeddings)
+        if (cache := kwargs.get("cache")) is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        out, weights = attend(self, q, k, v, kwargs.get("attention_mask"), dropout=0.0, scaling=self.scaling)
+        return self.o_proj(self.output(out.reshape(*hidden_states.shape[:-1], -1))), weights
+
+
+class ClampedAttention(OwnAttention):
+    def queries(self, q: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return q.clamp(-8, 8)
+
+
+class FarAttention(OwnAttention):
+    """Louder from a thousand tokens on, farther than any probe."""
+
+    def queries(self, q: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return q * (1 + (position_ids // 1000 + 1).log()[:, None, :, None])
+
+
+class InterleavedAttention(OwnAttention):
+    def turn(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        order = torch.arange(self.head_dim).view(2, -1).t().reshape(-1)
+        return apply_rotary_pos_emb(q[..., order], k[..., order], cos, sin)
+
+
+class QuietAttention(OwnAttention):
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x
+
+
+class OwnLayer(LlamaDecoderLayer):
+    """LlamaDecoderLayer with another way to add up."""
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    def forward(self, hidden_states: torch.Tensor, *, position_ids: Any = None, **kwargs: Any) -> torch.Tensor:
+        x = hidden_states
+        y, _ = self.self_attn(hidden_states=self.input_layernorm(x), position_ids=position_ids, **kwargs)
+        x = self.add(x, y, position_ids)
+        return self.add(x, self.mlp(self.post_attention_layernorm(x)), position_ids)
+
+
+class QuietLayer(OwnLayer):
+    def add(self, x: torch.Tensor, y: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return x + 0.5 * y
+
+
+class RarelyClampedLayer(OwnLayer):
+    def add(self, x: torch.Tensor, y: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return (x + y).clamp(-65504, 65504)
+
+
+class FarLayer(OwnLayer):
+    def add(self, x: torch.Tensor, y: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return x + y * (position_ids < 1000)[..., None]
+
+
+class TwiceLayer(LlamaDecoderLayer):
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.mlp(super().forward(hidden_states, **kwargs))
+
+
+NO_MLP = {"Norm": 7, "Attention": 3, "GatedMLP": 2, "Layer": 2}
+NO_ATTENTION = {"Norm": 7, "Attention": 2, "GatedMLP": 3, "Layer": 2}
+NO_NORM = {"Norm": 6, "Attention": 3, "GatedMLP": 3, "Layer": 2}
+NO_LAYER = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "Layer": 2}
+LOOK_ALIKES: dict[type[nn.Module], tuple[str, dict[str, int]]] = {
+    ClampedMLP: ("mlp", NO_MLP),
+    RarelyClampedMLP: ("mlp", NO_MLP),
+    LouderMLP: ("mlp", NO_MLP),
+    CutMLP: ("mlp", NO_MLP),
+    UpFirstMLP: ("mlp", WHOLE),
+    ShiftedNorm: ("input_layernorm", NO_NORM),
+    CutNorm: ("post_attention_layernorm", NO_NORM),
+    MeanNorm: ("input_layernorm", NO_NORM),
+    OwnAttention: ("self_attn", WHOLE),
+    ClampedAttention: ("self_attn", NO_ATTENTION),
+    FarAttention: ("self_attn", NO_ATTENTION),
+    InterleavedAttention: ("self_attn", NO_ATTENTION),
+    QuietAttention: ("self_attn", NO_ATTENTION),
+    OwnLayer: ("", WHOLE),
+    QuietLayer: ("", NO_LAYER),
+    RarelyClampedLayer: ("", NO_LAYER),
+    FarLayer: ("", NO_LAYER),
+}
+
+
+def part_of(model: Any, path: str) -> nn.Module:
+    return model.model.layers[1].get_submodule(path)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", LOOK_ALIKES)
+def test_look_alikes(kind: type[nn.Module]) -> None:
+    path, kinds = LOOK_ALIKES[kind]
+
+    def change(model: Any) -> None:
+        part_of(model, path).__class__ = kind
+
+    with both(change) as pair:
+        assert fused(pair.plain) == kinds
+        pair.same(**seam.left_padded(ROWS[:4]), max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("kind", [QuietLayer, ClampedAttention, QuietAttention, ClampedMLP, MeanNorm])
+def test_look_alikes_whose_weights_tell_nothing(kind: type[nn.Module]) -> None:
+    """Weights of zero hide what is done to their products, until others are loaded."""
+    path, kinds = LOOK_ALIKES[kind]
+    model = models.tiny("llama").to(torch.bfloat16)
+    part_of(model, path).__class__ = kind
+    with torch.no_grad():
+        for parameter in model.model.layers[1].parameters():
+            parameter.zero_()
+    assert fused(model) == kinds
+
+
+def test_weights_that_are_loaded_into_empty_modules() -> None:
+    def change(model: Any) -> None:
+        part_of(model, "mlp").__class__ = UpFirstMLP
+        with torch.no_grad():
+            for parameter in model.model.parameters():
+                parameter.zero_()
+
+    with both(change) as pair:
+        pair.same(PROMPT, max_new_tokens=NEW)
+        weights = models.tiny("llama").state_dict()
+        for model in (pair.plain, pair.served):
+            model.load_state_dict(weights)
+        pair.same(PROMPT, max_new_tokens=NEW)
+        pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
+
+
+def test_an_odd_module_keeps_none_of_the_others_from_being_fused() -> None:
+    def change(model: Any) -> None:
+        layer = part_of(model, "")
+        layer.mlp.__class__ = TwoMLP
+        layer.mlp = nn.Sequential(layer.mlp, First())
+
+    with both(change) as pair:
+        assert fused(pair.plain) == NO_MLP
+        pair.same(PROMPT, max_new_tokens=NEW)
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return pair[0]
+
+
+@pytest.mark.parametrize("path", ["", "mlp.act_fn", "mlp.gate_proj", "self_attn"])
+def test_a_forward_of_the_users_is_left_alone(path: str) -> None:
+    """Before the engine is there, and afterwards."""
+
+    def change(model: Any) -> None:
+        module = part_of(model, path)
+        own = type(module).forward
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            out = own(self, *args, **kwargs)
+            return (0.5 * out[0], *out[1:]) if isinstance(out, tuple) else 0.5 * out
+
+        module.forward = types.MethodType(forward, module)
+
+    with both(change) as pair:
+        assert fused(pair.plain)["Layer"] == 2
+        first = pair.same(PROMPT, max_new_tokens=NEW)
+    with seam.duo() as pair:
+        pair.same(PROMPT, max_new_tokens=NEW)
+        change(pair.plain), change(pair.served)
+        assert torch.equal(pair.same(PROMPT, max_new_tokens=NEW), first)
+
+
+@pytest.mark.parametrize("kind", [LlamaMLP, LlamaRMSNorm])
+def test_a_class_that_is_patched_while_the_engine_is_there(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = kind.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out = own(self, *args, **kwargs)
+        return (0.5 * out[0], *out[1:]) if isinstance(out, tuple) else 0.5 * out
+
+    with seam.duo() as pair:
+        before = pair.same(PROMPT, max_new_tokens=NEW)
+        monkeypatch.setattr(kind, "forward", forward)
+        assert not torch.equal(pair.same(PROMPT, max_new_tokens=NEW), before)
+
+
+def test_values_of_modules_that_are_changed_later() -> None:
+    def soften(layer: Any) -> None:
+        layer.input_layernorm.variance_epsilon = layer.post_attention_layernorm.variance_epsilon = 50.0
+
+    def exchange(layer: Any) -> None:
+        layer.mlp.act_fn = nn.Tanh()
+
+    with seam.duo() as pair:
+        seen = [pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)]
+        for change in (soften, exchange):
+            for model in (pair.plain, pair.served):
+                for layer in model.model.layers:
+                    change(layer)
+            seen.append(pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW))
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(seen, 2))
+
+
+def test_one_module_in_two_places() -> None:
+    def change(model: Any) -> None:
+        layers = model.model.layers
+        layers[1].mlp = layers[0].mlp
+        layers[1].input_layernorm = layers[2].input_layernorm
+        layers[2].mlp.gate_proj = layers[0].mlp.gate_proj
+        layers[2].self_attn.q_proj.weight = layers[0].self_attn.q_proj.weight
+
+    with both(change) as pair:
+        pair.same(PROMPT, max_new_tokens=NEW)
+        for model in (pair.plain, pair.served):
+            with torch.no_grad():
+                model.model.layers[0].self_attn.q_proj.weight.mul_(-1)
+                model.model.layers[0].mlp.gate_proj.weight.mul_(-1)
+        pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
+
+
+# -- writes to weights -------------------------------------------------------------------------------------------------------
+
+
+def by_operation(tensor: nn.Parameter) -> None:
+    with torch.no_grad():
+        tensor.mul_(-1.5)
+
+
+def by_other_data(tensor: nn.Parameter) -> None:
+    tensor.data = torch.stack([tensor.data.flip(0) + 1.5] * 2, -1)[..., 0]  # not contiguous
+
+
+def through_numpy(tensor: nn.Parameter) -> None:
+    tensor.detach().numpy()[...] *= -1.5
+
+
+@pytest.mark.parametrize("write", [by_operation, by_other_data, through_numpy])
+@pytest.mark.parametrize("name", ["input_layernorm.weight", "mlp.gate_proj.weight"])
+def test_a_write_is_followed(name: str, write: Callable[[nn.Parameter], None]) -> None:
+    with seam.duo() as pair:
+        before = pair.same(PROMPT, max_new_tokens=NEW)
+        for model in (pair.plain, pair.served):
+            write(model.model.layers[1].get_parameter(name))
+        assert not torch.equal(pair.same(PROMPT, max_new_tokens=NEW), before)
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
+def test_a_pack_that_is_given_up_takes_what_is_over_it_along(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    servable = examine(models.tiny("llama"), pack_memory=ROOM)
+    layer = servable.twin.model.layers[1]
+
+    def fail(pack: Pack) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(packing.Pack, "load", fail)
+    servable.packs.repack([layer.mlp.get_submodule(name).weight])
+    assert not {"forward"} & {*vars(layer), *vars(layer.mlp), *vars(layer.mlp.get_submodule(name))}
+    assert isinstance(vars(layer.self_attn)["forward"], Attention)
+    assert isinstance(vars(layer.input_layernorm)["forward"], Norm)
+    assert isinstance(vars(servable.twin.model.layers[0])["forward"], Layer)
+
+
+def test_tokens_after_a_pack_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(pack: Pack) -> None:
+        raise RuntimeError("no memory")
+
+    with seam.duo() as pair:
+        pair.same(PROMPT, max_new_tokens=NEW)
+        monkeypatch.setattr(packing.Pack, "load", fail)
+        for model in (pair.plain, pair.served):
+            by_operation(model.model.layers[1].mlp.up_proj.weight)
+            by_operation(model.model.layers[1].input_layernorm.weight)
+        pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
+        for model in (pair.plain, pair.served):
+            by_operation(model.model.layers[0].self_attn.q_proj.weight)
+        pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
+
+
+def test_norms_that_are_written_to_count_for_what_goes_on_after_a_pause() -> None:
+    model = models.tiny("llama")
+    with hf_cb.continuous_batching(model) as engine:
+        handle = engine.submit(PROMPT, max_new_tokens=400, eos_token_id=None)
+        list(itertools.islice(handle, 3))
+        with engine.pause(), torch.no_grad():
+            model.model.norm.weight.zero_()
+        assert set(handle.result().tokens[-100:]) == {0}  # all logits are equal: the first wins
+
+
+def test_two_engines_one_after_the_other() -> None:
+    plain, served = models.tiny("llama"), models.tiny("llama")
+    for _ in range(2):
+        with hf_cb.continuous_batching(served) as engine:
+            seam.Duo(plain, served, engine).same(PROMPT, max_new_tokens=NEW)
+        assert not any("forward" in vars(module) for module in served.modules())
+        for model in (plain, served):
+            by_operation(model.model.layers[1].mlp.gate_proj.weight)
