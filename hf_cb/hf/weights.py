@@ -30,8 +30,8 @@ class WeightWatch:
 
     A tensor's version counts its in-place operations. `weight.data = other` keeps the counter and moves the storage.
     `weight.data.add_(...)`, as adapters are merged, moves neither: some bytes spread over the tensor are compared (on a CPU).
-    A write through `.data` that spares all of those goes unseen. Takes a microsecond or two per tensor, without the bytes a tenth
-    of that where the kernels for CPUs are there to look.
+    A write through `.data` that spares all of those goes unseen. Takes a microsecond or two per tensor; without the bytes
+    a tenth of that, where the kernels for CPUs are there to look.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], notes: Sequence[Sequence[str]] = ()) -> None:
