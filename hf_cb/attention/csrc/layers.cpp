@@ -78,7 +78,8 @@ Tensor product(const Tensor& x, const Tensor& packed, const std::optional<Tensor
     Tensor out = at::empty(shape, x.options());
     if (!rows) return out;
     Tensor input = x.contiguous();
-    if (k < steps * depth) {  // the last step is filled up with zeros
+    const bool crooked = reinterpret_cast<uintptr_t>(input.const_data_ptr()) % alignof(Factor);
+    if (k < steps * depth || crooked) {  // the last step is filled up with zeros, and pairs lie where pairs do
       Tensor full = at::zeros({rows, steps * depth}, x.options());
       full.narrow(1, 0, k).copy_(input.view({rows, k}));
       input = full;
