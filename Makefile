@@ -28,7 +28,8 @@ test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
 	$(BIN)/python -m pytest $(ARGS)
 
 sanitize: $(VENV)/.dev ## the kernels' tests under the address and undefined behaviour sanitizers (g++)
-	CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 \
+	CXX="sh -c 'LD_PRELOAD= exec g++ \"\$$@\" -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer' g++" \
+	ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest --timeout 900 tests/attention/test_native.py tests/attention/test_layers.py $(ARGS)
 

@@ -66,7 +66,8 @@ Tensor product(const Tensor& x, const Tensor& packed, const std::optional<Tensor
   const int64_t rows = c10::multiply_integers(shape.begin(), shape.end() - 1), k = x.size(-1);
   const Tensor added = residual ? residual->contiguous() : Tensor();
   if (residual)
-    TORCH_CHECK(added.scalar_type() == x.scalar_type() && added.dim() >= 1 && added.size(-1) == width && added.numel() == rows * width,
+    TORCH_CHECK(added.scalar_type() == x.scalar_type() && added.dim() >= 1 && added.size(-1) == width &&
+                    added.numel() == rows * width,
                 "residual: takes rows like the result's");
   return with_type(x, "x", [&](auto zero) {
     using T = decltype(zero);
@@ -78,7 +79,8 @@ Tensor product(const Tensor& x, const Tensor& packed, const std::optional<Tensor
     Tensor out = at::empty(shape, x.options());
     if (!rows) return out;
     Tensor input = x.contiguous();
-    if (k < steps * depth) {  // the last step is filled up with zeros
+    const bool crooked = reinterpret_cast<uintptr_t>(input.const_data_ptr()) % alignof(Factor);
+    if (k < steps * depth || crooked) {  // the last step is filled up with zeros, and pairs lie where pairs do
       Tensor full = at::zeros({rows, steps * depth}, x.options());
       full.narrow(1, 0, k).copy_(input.view({rows, k}));
       input = full;

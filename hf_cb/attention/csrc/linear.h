@@ -41,7 +41,7 @@ struct Step {
 #if HF_CB_PAIRS
 template <>
 struct Step<at::BFloat16> {
-  using Factor = int32_t __attribute__((may_alias, aligned(2)));  // two numbers, wherever they lie
+  using Factor = int32_t;
   static constexpr int kDepth = 2;
   static __m512i load(const at::BFloat16* from) { return _mm512_loadu_si512(from); }
   static Vec add(int32_t pair, __m512i weights, Vec sum) {
