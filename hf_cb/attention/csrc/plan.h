@@ -80,12 +80,16 @@ inline Plan make_plan(const int32_t* starts, const int32_t* key_lens, int64_t ro
       }
     }
   }
-  // One query's keys are read head by head from the same memory: together if that leaves enough pieces to spread.
-  const bool together = int64_t(plan.pieces.size()) >= 4 * threads;
+  // All heads of a query's keys lie side by side in memory, and are read fastest together. With few pieces a thread, the smallest
+  // are dealt head by head, so that all threads end together; with very few, all of them.
+  const auto most_first = [&](const Piece& a, const Piece& b) { return work(a, group) > work(b, group); };
+  std::stable_sort(plan.pieces.begin(), plan.pieces.end(), most_first);
+  const int64_t count = plan.pieces.size(), apart = count >= 4 * threads ? 0 : count >= 2 * threads ? (threads + 1) / 2 : count;
   std::vector<Piece> whole;
   whole.swap(plan.pieces);
-  for (const Piece& piece : whole) {
-    if (together && piece.queries * group * heads <= kPieceRows) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Piece& piece = whole[i];
+    if (i < count - apart && piece.queries * group * heads <= kPieceRows) {
       plan.pieces.push_back(piece);
       continue;
     }
@@ -95,8 +99,7 @@ inline Plan make_plan(const int32_t* starts, const int32_t* key_lens, int64_t ro
       plan.pieces.back().head_end = int32_t(head + 1);
     }
   }
-  std::stable_sort(plan.pieces.begin(), plan.pieces.end(),
-                   [&](const Piece& a, const Piece& b) { return work(a, group) > work(b, group); });
+  std::stable_sort(plan.pieces.begin(), plan.pieces.end(), most_first);
   return plan;
 }
 
