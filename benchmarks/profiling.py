@@ -14,6 +14,7 @@ from benchmarks.workload import Workload
 
 # The first pattern that an op's name holds decides its group. Greedy decoding takes no softmax outside attention.
 _GROUPS = (
+    ("fused layers", re.compile(r"hf_cb::(before_attention|after_attention|gated)")),
     ("attention", re.compile(r"attention|attend|sdpa|flash|paged|varlen|bmm|softmax", re.IGNORECASE)),
     ("linear layers", re.compile(r"linear|addmm|::mm\b|matmul|mkldnn|onednn|gemm", re.IGNORECASE)),
     ("sampling", re.compile(r"argmax|multinomial|sort|topk|exponential|searchsorted|cumsum")),
@@ -34,15 +35,19 @@ def run(model: Any, workload: Workload, concurrency: int, **options: Any) -> dic
             _, wall = peers.serve_by_generate(model, workload, lambda _: None, concurrency)
         steps = engine.steps()[warmed_up:]
     outside = 1 - sum(step.model_seconds for step in steps) / sum(step.seconds for step in steps)
-    return summary(_busiest_thread(profiler.events()), wall, outside)
+    return summary(_engine_thread(profiler.events()), wall, outside)
 
 
-def _busiest_thread(events: Iterable[Any]) -> dict[str, float]:
-    """Self seconds by op, of the thread that spent most: the engine's. Its ops' self times cannot overlap."""
+_OF_THE_MODEL = ("fused layers", "attention", "linear layers")
+
+
+def _engine_thread(events: Iterable[Any]) -> dict[str, float]:
+    """Self seconds by op, of the thread that spent most in the model's: the engine's. Its ops' self times cannot overlap."""
     threads: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         threads[event.thread][event.name] += event.self_cpu_time_total / 1e6
-    return dict(max(threads.values(), key=lambda ops: sum(ops.values()), default={}))
+    in_model = {thread: sum(ops[op] for op in ops if group_of(op) in _OF_THE_MODEL) for thread, ops in threads.items()}
+    return dict(threads[max(in_model, key=in_model.__getitem__)]) if in_model else {}
 
 
 def summary(ops: Mapping[str, float], wall_seconds: float, outside_model: float) -> dict[str, Any]:
