@@ -21,10 +21,11 @@ from torch import nn
 
 from hf_cb.attention.step import LayerSpec
 from hf_cb.hf.attention import port_of, set_port
+from hf_cb.hf.forwards import replaced
 from hf_cb.hf.packing import Pack, Packs
 from hf_cb.hf.products import OwnPacked, kernels_panel
 from hf_cb.hf.short import Attention, GatedMLP, Layer, Norm
-from hf_cb.hf.trials import ERRORS, StandIn, agree, near_and_far, noise, same, scales, standing_in
+from hf_cb.hf.trials import ERRORS, StandIn, agree, near_and_far, noise, same, scales
 
 _ACTIVATIONS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {  # by their numbers in csrc/linear.h
     1: nn.functional.silu,
@@ -48,13 +49,8 @@ def calls_of(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Call]]:
         return type(module).forward(module, *args, **kwargs)
 
     own = [module for module in modules if "forward" not in vars(module)]  # accelerate's hooks are there
-    for module in own:
-        vars(module)["forward"] = functools.partial(forward, module)
-    try:
+    with replaced({module: functools.partial(forward, module) for module in own}):
         yield calls
-    finally:
-        for module in own:
-            del vars(module)["forward"]
 
 
 def parents_of(twin: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -166,7 +162,7 @@ def _between(module: nn.Module, first: Pack, second: Pack, joined: torch.Tensor,
     x = noise((1, 5, size), joined.dtype) * float(joined.abs().amax())
     parts = [StandIn(part) for part in joined.split(first.widths, -1)]
     last = StandIn(noise((1, 5, second.packed.width), joined.dtype, seed=2) * float(joined.abs().amax()))
-    with standing_in({**dict(zip(first.modules, parts, strict=True)), second.modules[0]: last}):
+    with replaced({**dict(zip(first.modules, parts, strict=True)), second.modules[0]: last}):
         out = type(module).forward(module, x.clone())
     if not all(part.was_given(x) for part in parts) or len(last.given) != 1 or not same(out, last.answer):
         raise ValueError("an MLP of another kind")
@@ -234,7 +230,7 @@ def _attends(short: Attention, scale: float, kwargs: dict[str, Any]) -> bool:
     last = StandIn(noise((1, tokens, short.out.packed.width), dtype, seed=2) * scale)
     witness = _Witness(noise((tokens, short.heads[0], short.size), dtype, seed=3) * scale)
     set_port(module, witness)
-    with standing_in({**dict(zip(short.joined.modules, parts, strict=True)), short.out.modules[0]: last}):
+    with replaced({**dict(zip(short.joined.modules, parts, strict=True)), short.out.modules[0]: last}):
         out, weights = type(module).forward(module, **{**kwargs, "hidden_states": x.clone()})
     torch.ops.hf_cb.rotate(joined, *kwargs["position_embeddings"], short.turned)
     return (
@@ -320,7 +316,7 @@ def _is_made_of(module: nn.Module, children: list[nn.Module], x: torch.Tensor, k
     scale = float(x.abs().amax()) / 4
     answers = [noise(x.shape, x.dtype, seed=i) * scale for i in range(1, 5)]
     stand_ins = [StandIn(answer, (None,) if i == 1 else ()) for i, answer in enumerate(answers)]
-    with standing_in(dict(zip(children, stand_ins, strict=True))):
+    with replaced(dict(zip(children, stand_ins, strict=True))):
         out = type(module).forward(module, x.clone(), **kwargs)
     first, attended, second, last = answers
     wanted = (x, first, x + attended, second)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_cb.hf.forwards import replaced
 from hf_cb.hf.products import OwnPacked, Products, products_for
 
 logger = logging.getLogger("hf_cb")
@@ -38,14 +39,8 @@ def linear_calls(model: nn.Module) -> Iterator[list[LinearCall]]:
             calls.append((module, x))
         return type(module).forward(module, x)
 
-    modules = [module for module in model.modules() if _can_pack(module)]
-    for module in modules:
-        vars(module)["forward"] = functools.partial(forward, module)
-    try:
+    with replaced({module: functools.partial(forward, module) for module in model.modules() if _can_pack(module)}):
         yield calls
-    finally:
-        for module in modules:
-            del vars(module)["forward"]
 
 
 def group_by_input(calls: Iterable[LinearCall]) -> list[list[nn.Module]]:

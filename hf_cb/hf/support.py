@@ -24,6 +24,7 @@ from hf_cb.hf.compiling import CompiledLayers
 from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.fusing import Fused, calls_of, parents_of
 from hf_cb.hf.packing import Packs, group_by_input, linear_calls
+from hf_cb.hf.trials import ERRORS
 from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
 from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
@@ -34,7 +35,6 @@ from hf_cb.runtime.streams import streams_of
 logger = logging.getLogger("hf_cb")
 
 _BLOCK_SIZE = 4
-_PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 _LONGEST_PROBE = 96  # tokens of the longer row; windows beyond it are taken on trust in the layer's own argument
 
 
@@ -118,7 +118,7 @@ def examine(
         raise UnservableError(str(error)) from error
     except UnservableError:
         raise
-    except _PROBE_ERRORS as error:
+    except ERRORS as error:
         raise UnservableError(f"the packed probe failed ({_brief(error)})") from error
     return Servable(
         twin=twin,
@@ -155,7 +155,7 @@ def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], None])
     try:
         packs = Packs(groups, memory)
         probe()
-    except (*_PROBE_ERRORS, UnservableError) as error:
+    except (*ERRORS, UnservableError) as error:
         logger.warning("weights are not packed: the model does not run as before with them (%s)", _brief(error))
         packs.undo()
         return Packs()
@@ -168,7 +168,7 @@ def _fuse(fuse: Callable[[Fused], None], probe: Callable[[], None]) -> None:
     try:
         fuse(fused)
         probe()
-    except (*_PROBE_ERRORS, UnservableError) as error:
+    except (*ERRORS, UnservableError) as error:
         logger.warning("layers are not fused: the model does not run as before with that (%s)", _brief(error))
         fused.undo()
 
