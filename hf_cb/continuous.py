@@ -20,6 +20,7 @@ from hf_cb.hf.support import UnservableError
 from hf_cb.hf.twin import Fingerprint
 from hf_cb.request import Service
 from hf_cb.runtime.threads import release_pool
+from hf_cb.shared_look import SharedLook
 
 logger = logging.getLogger("hf_cb")
 
@@ -40,6 +41,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         """Make the locks; anew in a forked child."""
         super().renew_locks()
         self._freshness_lock = threading.Lock()
+        self._is_fresh = SharedLook(self._look)
 
     def attach(self) -> None:
         """Make and probe the twin. A model that cannot be served is attached all the same: all of its calls run natively."""
@@ -104,7 +106,8 @@ class ContinuousBatchingBackend(GenerationBackend):
                 logger.info("the engine cannot serve %s: %s", type(self.model).__name__, error)
                 return fingerprint, None, str(error)
 
-    def _is_fresh(self) -> bool:
+    def _look(self) -> bool:
+        """Whether the twin is as good as new."""
         if self.engine.is_tensor_parallel:  # its layers exchange their weights as they run; and no rank can rebuild alone
             return True
         return self._fingerprint is not None and self._fingerprint.matches(Fingerprint.of(self.model))

@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "admission": {"errors"},
     "machinery": {"errors", "request", "core.output", "core.scheduler", "runtime", "stats"},
     "deadlines": {"handle"},
+    "shared_look": set(),
     "worker": {"errors", "admission", "deadlines", "request", "core.output", "machinery", "handle", "stats", "watch"},
     "engine": {
         *("errors", "config", "admission", "request", "runtime"),
@@ -39,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "hf": {"errors", "config", "request", "core", "attention", "runtime", "handle", "options", "machinery", "worker", "engine"},
     "backend": {"errors", "config", "request", "engine", "hf"},
-    "continuous": {"errors", "config", "request", "engine", "runtime", "hf", "backend"},
+    "continuous": {"errors", "config", "request", "engine", "runtime", "hf", "backend", "shared_look"},
     "installation": {"errors", "config", "options", "engine", "runtime", "hf", "backend", "continuous"},
     "__init__": {"errors", "config", "request", "stats", "handle", "text", "engine", "backend", "continuous", "installation"},
     "doctor": {"__init__", "attention", "core.output", "runtime"},

@@ -80,25 +80,19 @@ class NativeCPUBackend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend. Computes in float32."""
-        assert isinstance(plan, _Plan)
-        out: torch.Tensor = torch.ops.hf_cb.attend(
-            q,
-            k,
-            v,
-            kv.k,
-            kv.v,
-            step.slot_mapping,
-            step.block_table,
-            plan.pieces,
-            plan.merges,
-            plan.partials,
-            sinks,
-            spec.scale,
-            spec.window,
-            spec.chunk,
-            spec.softcap,
-        )
+        out: torch.Tensor = torch.ops.hf_cb.attend(q, k, v, *kv, *arguments(step, plan), sinks, *spec_arguments(spec))
         return out
+
+
+def arguments(step: AttentionStep, plan: object) -> tuple[torch.Tensor, ...]:
+    """Of a step, as the kernels take them."""
+    assert isinstance(plan, _Plan)
+    return step.slot_mapping, step.block_table, plan.pieces, plan.merges, plan.partials
+
+
+def spec_arguments(spec: LayerSpec) -> tuple[float, int | None, int | None, float | None]:
+    """Of a layer."""
+    return spec.scale, spec.window, spec.chunk, spec.softcap
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ known here by their attributes, since accelerate need not be installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device(devices[0]) if devices else module.get_parameter("weight").device
 
 
-def offloaded_modules(model: nn.Module) -> set[nn.Module]:
+def offloaded_modules(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Those whose tensors are other objects in a call than between two, and again in the next."""
     found: set[nn.Module] = set()
-    for module in model.modules():
+    for module in modules:
         for hook in _hooks(module):
             if getattr(hook, "offload", False):
                 found.update(module.modules() if hook.place_submodules else (module,))

@@ -24,8 +24,9 @@ from hf_cb.hf.attention import port_of, set_port
 from hf_cb.hf.forwards import replaced
 from hf_cb.hf.packing import Pack, Packs
 from hf_cb.hf.products import OwnPacked, kernels_panel
-from hf_cb.hf.short import Attention, GatedMLP, Layer, Norm
+from hf_cb.hf.short import Attention, GatedMLP, Layer, Norm, Stack
 from hf_cb.hf.trials import ERRORS, StandIn, agree, near_and_far, noise, same, scales
+from hf_cb.runtime.model_runner import Forward
 
 _ACTIVATIONS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {  # by their numbers in csrc/linear.h
     1: nn.functional.silu,
@@ -73,9 +74,10 @@ class Fused:
         packs: Packs,
         attention: Sequence[tuple[nn.Module, LayerSpec]],
         calls: dict[nn.Module, Call],
+        forward: Forward | None = None,
     ) -> None:
-        """`groups`: of linear layers, as they were packed. `calls`: one of each attention module and of its layer. Modules
-        whose trial fails stay as they are."""
+        """`groups`: of linear layers, as they were packed. `calls`: one of each attention module and of its layer, in their
+        order. `forward`: of the twin, where the compiled kernels attend. Modules whose trial fails stay as they are."""
         if not kernels_panel():
             return
         specs = dict(attention)
@@ -93,6 +95,18 @@ class Fused:
         for module in twin.modules():
             if module in calls and module not in specs:
                 self._set(module, *_layer(module, calls[module]))
+        layers = [module for module in calls if module not in specs]
+        if forward is not None and len(layers) == len(specs):
+            self._stack(layers, calls, forward)
+
+    def _stack(self, layers: list[nn.Module], calls: dict[nn.Module, Call], forward: Forward) -> None:
+        """Give the layers that follow each other, and have one form, to the first of them."""
+        chain = _chain(layers, calls, forward)
+        for run in _runs(layers, chain):
+            stack = Stack({module: vars(module)["forward"] for module in run}, chain.selects and run[-1] is layers[-1])
+            stack.put()
+            for pack in stack.packs:
+                pack.users.append(stack.take_apart)
 
     def undo(self) -> None:
         """Give the modules their own forward back."""
@@ -105,7 +119,7 @@ class Fused:
         vars(module)["forward"] = forward
         self._modules.append(module)
         for pack in packs:
-            pack.users.append(module)
+            pack.users.append(functools.partial(vars(module).pop, "forward", None))
 
 
 def _groups_by_parent(twin: nn.Module, groups: Sequence[list[nn.Module]]) -> dict[nn.Module, list[list[nn.Module]]]:
@@ -196,7 +210,7 @@ def _attention(module: nn.Module, spec: LayerSpec, first: Pack, second: Pack, ca
         return None
     if any(turn.shape != (1, x.shape[1], spec.head_size) or turn.dtype != x.dtype for turn in turns):
         return None
-    short = Attention(module, first, second, heads, spec.head_size)
+    short = Attention(module, spec, first, second)
     port = port_of(module)
     try:
         agreed = all(_attends(short, scale, own) for scale in scales(x.dtype) for own in near_and_far(kwargs))
@@ -325,3 +339,68 @@ def _is_made_of(module: nn.Module, children: list[nn.Module], x: torch.Tensor, k
         and stand_ins[1].others.get("position_embeddings") is kwargs["position_embeddings"]
         and same(out, x + attended + last)
     )
+
+
+# -- layers that follow each other ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chain:
+    follows: tuple[bool, ...]  # whether each layer but the first takes what the one before gives, which nobody else sees
+    selects: bool  # whether of what the last one gives only the tokens matter whose logits are wanted
+
+
+def _chain(layers: list[nn.Module], calls: dict[nn.Module, Call], forward: Forward) -> _Chain:
+    """Seen with stand-ins for all layers: none of the twin's weights but those before and behind them count."""
+    args = calls[layers[0]][0]
+    apart = _Chain((False,) * (len(layers) - 1), False)
+    if len(args) != 1 or not isinstance(args[0], torch.Tensor):
+        return apart
+    x = args[0]
+    try:
+        tried = [_try_chain(layers, x, scale, forward) for scale in scales(x.dtype)]
+    except ERRORS:
+        return apart
+    follows = tuple(map(all, zip(*(one.follows for one in tried), strict=True)))
+    return _Chain(follows, all(one.selects for one in tried))
+
+
+def _try_chain(layers: list[nn.Module], x: torch.Tensor, scale: float, forward: Forward) -> _Chain:
+    tokens, device = x.shape[1], x.device
+    everything, some = torch.arange(tokens, device=device), torch.tensor([tokens - 1, tokens // 2], device=device)
+
+    def run(answers: list[torch.Tensor], indices: torch.Tensor) -> tuple[list[StandIn], torch.Tensor]:
+        stand_ins = [StandIn(answer) for answer in answers]
+        with replaced(dict(zip(layers, stand_ins, strict=True))):
+            return stand_ins, forward(torch.zeros_like(everything)[None], everything[None], indices)
+
+    answers, others = (
+        [noise(x.shape, x.dtype, first + i) * scale for i in range(len(layers))] for first in (1, 1 + len(layers))
+    )
+    seen, logits = run(answers, everything)
+    blind = same(run([*others[:-1], answers[-1]], everything)[1], logits)
+    turns = [stand_in.others["position_embeddings"] for stand_in in seen]
+    follows = (seen[i].was_given(answers[i - 1]) and turns[i] is turns[i - 1] for i in range(1, len(layers)))
+    blurred = others[-1].clone()
+    blurred[:, some] = answers[-1][:, some]
+    selects = same(run([*answers[:-1], blurred], some)[1], run(answers, some)[1])
+    return _Chain(tuple(blind and one for one in follows), selects)
+
+
+def _runs(layers: list[nn.Module], chain: _Chain) -> list[list[nn.Module]]:
+    """Two and more layers that can be computed by one call."""
+    runs = [layers[:1]]
+    for before, module, follows in zip(layers, layers[1:], chain.follows, strict=False):
+        if follows and _form(module) is not None and _form(module) == _form(before):
+            runs[-1].append(module)
+        else:
+            runs.append([module])
+    return [run for run in runs if len(run) > 1]
+
+
+def _form(module: nn.Module) -> tuple[object, ...] | None:
+    """See Layer.form; None where there is no such layer, or its norms differ."""
+    layer = vars(module).get("forward")
+    if not isinstance(layer, Layer) or layer.first.numbers[1:] != layer.second.numbers[1:]:
+        return None
+    return layer.form

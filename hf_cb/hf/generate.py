@@ -34,6 +34,7 @@ from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
 from hf_cb.hf.rules import GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.sampling import Prompts, split
 from hf_cb.hf.tokenizing import stop_string_criterion
+from hf_cb.hf.twin import all_modules
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
@@ -62,7 +63,7 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
     """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble."""
     if model.training:
         return "the model is in training mode"
-    if any(module.training and isinstance(module, _Dropout) and module.p for module in model.modules()):
+    if any(module.training and isinstance(module, _Dropout) and module.p for module in all_modules(model)):
         return "a dropout layer is in training mode"
     device = model.device
     if device.type == "meta":  # all weights are offloaded

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -79,6 +79,8 @@ class Packs:
     def repack(self, changed: Iterable[torch.Tensor] | None = None) -> None:
         """Copy these again, as far as there are copies of them; all of them by default."""
         ids = None if changed is None else set(map(id, changed))
+        if ids is not None and not ids:  # as nearly always
+            return
         for pack in dict.fromkeys(pack for tensor, pack in self._copies if ids is None or id(tensor) in ids):
             try:
                 pack.load()
@@ -97,7 +99,7 @@ class Pack:
 
     def __init__(self, modules: list[nn.Module], products: Products) -> None:
         self.modules = modules
-        self.users: list[nn.Module] = []  # modules whose own forward is replaced by one over this pack
+        self.users: list[Callable[[], object]] = []  # how those are undone who compute with what is packed, the latest first
         self._products = products
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
@@ -121,7 +123,9 @@ class Pack:
 
     def undo(self) -> None:
         """Leave the modules to their own forward; undoing twice is fine."""
-        for module in (*self.users, *self.modules):
+        for undo in reversed(self.users):
+            undo()
+        for module in self.modules:
             vars(module).pop("forward", None)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:

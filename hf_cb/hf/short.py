@@ -1,5 +1,5 @@
-"""Short forwards for modules of the twin: what norms, gated MLPs, attention modules and whole decoder layers compute, in one or
-a few calls of the compiled kernels each. `fusing.py` says which modules get one."""
+"""Short forwards for modules of the twin: what norms, gated MLPs, attention modules, decoder layers and stacks of those compute,
+in one or a few calls of the compiled kernels each. `fusing.py` says which modules get one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_cb.attention.native import arguments, spec_arguments
+from hf_cb.attention.step import LayerSpec
 from hf_cb.hf.attention import port_of
 from hf_cb.hf.packing import Pack
+from hf_cb.runtime.port import AttentionPort
 
 
 @dataclass(slots=True, eq=False)
@@ -32,10 +35,19 @@ class Attention:
     """Queries, keys and values in one product, rotary positions over whole heads, attention, and the product of the output."""
 
     module: nn.Module
+    spec: LayerSpec
     joined: Pack
     out: Pack
-    heads: tuple[int, int, int]  # of queries, keys, values
-    size: int
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Of queries, keys and values."""
+        return self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads
+
+    @property
+    def size(self) -> int:
+        """Of a head."""
+        return self.spec.head_size
 
     @property
     def turned(self) -> int:
@@ -112,3 +124,71 @@ class Layer:
             *(attention.attend(before), x, out.weight, out.bias, *self.second.numbers),
             *(inner.weight, inner.bias, inner.width // 2, mlp.activation, mlp.swapped, down.weight, down.bias, down.matrix),
         )
+
+    @property
+    def packs(self) -> tuple[Pack, Pack, Pack, Pack]:
+        """Of its products, in their order."""
+        return self.attention.joined, self.attention.out, self.mlp.inner, self.mlp.down
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """All but its numbers: layers that are alike in this can be computed by one call."""
+        widths = tuple((pack.own().width, pack.own().matrix) for pack in self.packs)
+        return (
+            *self.first.numbers[1:],
+            *self.second.numbers[1:],
+            widths,
+            self.attention.spec,
+            self.mlp.activation,
+            self.mlp.swapped,
+        )
+
+
+class Stack:
+    """Layers of one form that follow each other, as the first one's forward; the others pass on what they are given."""
+
+    def __init__(self, layers: dict[nn.Module, Layer], selects: bool) -> None:
+        """`layers`: by their modules. `selects`: of what the last one gives only the tokens matter whose logits are wanted."""
+        self.layers = [*layers.values()]
+        self.packs = [pack for layer in self.layers for pack in layer.packs]
+        self._own = layers
+        self._selects = selects
+        self._modules = [layer.attention.module for layer in self.layers]
+        self._norms = [norm.weight for layer in self.layers for norm in (layer.first, layer.second)]
+
+    def put(self) -> None:
+        """In the place of the layers."""
+        for i, module in enumerate(self._own):
+            vars(module)["forward"] = _passed if i else self
+
+    def take_apart(self) -> None:
+        """Each layer by itself again, as far as that has not been done."""
+        for module, layer in self._own.items():
+            if vars(module).get("forward") in (self, _passed):
+                vars(module)["forward"] = layer
+
+    def __call__(
+        self, x: torch.Tensor, *_: Any, position_embeddings: tuple[torch.Tensor, torch.Tensor], **__: Any
+    ) -> torch.Tensor:
+        """[1, T, width] -> [1, T, width]: as all of them one after another, but for tokens that nobody wants."""
+        port = port_of(self._modules[0])
+        assert isinstance(port, AttentionPort)
+        together = port.together(self._modules)
+        if together is None:
+            for layer in self.layers:
+                x = layer(x, position_embeddings=position_embeddings)
+            return x
+        layer = self.layers[0]
+        attention, mlp, packed = layer.attention, layer.mlp, [pack.own() for pack in self.packs]
+        return torch.ops.hf_cb.layers(  # type: ignore[no-any-return]
+            *(x, *position_embeddings, self._norms, *layer.first.numbers[1:]),
+            *([own.weight for own in packed], [own.bias for own in packed]),
+            *(packed[0].width, packed[2].width // 2, packed[0].matrix, mlp.activation, mlp.swapped, attention.spec.num_heads),
+            *(together.caches, *arguments(together.step, together.plan), *spec_arguments(attention.spec)),
+            together.wanted if self._selects else None,
+        )
+
+
+def _passed(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """The forward of a layer that has been computed with the first of its stack."""
+    return x

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_cb.attention.backend import AttentionBackend, block_multiple, choose_attention_backend
+from hf_cb.attention.native import NativeCPUBackend
 from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.errors import InvalidArgumentError
@@ -107,7 +108,8 @@ def examine(
                 compiled.compile(twin, observer.modules, probe)
             elif packs.num_bytes:
                 attention = [*zip(observer.modules, specs, strict=True)]
-                _fuse(lambda fused: fused.fuse(twin, groups, packs, attention, calls_seen), probe)
+                own = forward if isinstance(backend, NativeCPUBackend) else None
+                _fuse(lambda fused: fused.fuse(twin, groups, packs, attention, calls_seen, own), probe)
             if specs != tuple(observer.specs):
                 _try_stored(twin, forward, observer, specs, backend, rows)
     except UnservableLayerError as error:

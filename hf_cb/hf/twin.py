@@ -81,27 +81,28 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: nn.Module) -> Fingerprint:
-        """Of the model as it is now: a few microseconds per module."""
-        offloaded = offloaded_modules(model)
-        objects: list[object] = []
+        """Of the model as it is now: some two microseconds per module, which every call waits for."""
+        modules = all_modules(model)
+        offloaded = offloaded_modules(modules) if any("_hf_hook" in vars(module) for module in modules) else set()
+        objects: list[object] = [weakref.ref(module) for module in modules]
         state: list[object] = []
-        for module in model.modules():
-            objects.append(weakref.ref(module))
-            if (forward := vars(module).get("forward")) is not None:
+        for module in modules:
+            forward, kind = vars(module).get("forward"), type(module)
+            if forward is not None:
                 objects.append(weakref.ref(forward))
-            kind = type(module)  # whose forward can be exchanged, too
-            state.append((kind, kind.forward, len(module._forward_hooks), len(module._forward_pre_hooks), forward is not None))
+            # The class's forward can be exchanged, too.
+            state += (kind, kind.forward, len(module._forward_hooks), len(module._forward_pre_hooks), forward is not None)
             # Those keep books of what they have seen; and torch's own layers are what they are.
-            if not rope_follows_length(module) and not type(module).__module__.startswith("torch.nn."):
+            keeps_books = "rope_type" in vars(module) and rope_follows_length(module)
+            if not keeps_books and not kind.__module__.startswith("torch.nn."):
                 state += _plain_values(module, containers=module is not model)
             if module in offloaded:
                 continue
             # Buffers that the module itself replaces as it runs are not shared, and tell nothing.
-            buffers = () if rope_follows_length(module) else module._buffers.values()
-            for tensor in (*module._parameters.values(), *buffers):
+            for tensor in (*module._parameters.values(), *(() if keeps_books else module._buffers.values())):
                 if tensor is not None:
                     objects.append(weakref.ref(tensor))
-                    state.append((tensor.dtype, tensor.device))
+                    state += (tensor.dtype, tensor.device)
         return cls(tuple(objects), tuple(state))
 
     def matches(self, other: Fingerprint) -> bool:
@@ -112,21 +113,33 @@ class Fingerprint:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_CONTAINERS = frozenset((list, tuple, set, dict))
 
 
-def _plain_values(module: nn.Module, containers: bool) -> Iterator[tuple[str, object]]:
+def _plain_values(module: nn.Module, containers: bool) -> list[tuple[str, object]]:
     """The module's own numbers, switches and names; with `containers`, small lists and dicts of such too."""
-    for name, value in vars(module).items():
-        if name in _OF_EVERY_MODULE:
-            continue
-        kind = type(value)
-        if kind in _PLAIN:
-            yield name, value
-        elif containers and kind in (list, tuple, set, dict) and len(value) <= 16:
-            parts = [*value.keys(), *value.values()] if kind is dict else value
-            if all(type(part) in _PLAIN for part in parts):
-                yield name, tuple(parts)
+    own = [item for item in vars(module).items() if item[0] not in _OF_EVERY_MODULE]
+    values: list[tuple[str, object]] = [item for item in own if type(item[1]) in _PLAIN]
+    if containers:
+        for name, value in own:
+            if type(value) in _CONTAINERS and len(value) <= 16:
+                parts = [*value.keys(), *value.values()] if type(value) is dict else value
+                if all(type(part) in _PLAIN for part in parts):
+                    values.append((name, tuple(parts)))
+    return values
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """Those of `model.modules()`, in another order and much faster."""
+    found = {model: None}
+    pending = [model]
+    while pending:
+        for child in pending.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                pending.append(child)
+    return list(found)
 
 
 def shared_tensors(model: nn.Module) -> list[torch.Tensor]:

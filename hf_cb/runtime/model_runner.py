@@ -127,9 +127,8 @@ class ModelRunner:
         rows = [self._rows[request_id] for request_id in ids]
         if not ids:
             return Launched(output, batch, logits, ids, rows, None, self._streams.download(), errors, seconds)
-        has_nan = own.amax(dim=-1).isnan()  # the largest of a row with a NaN is NaN
         draft = choose(own, rows)
-        arriving = self._streams.download(draft.tokens, has_nan)
+        arriving = self._streams.download(draft.tokens, draft.has_nan)
         return Launched(output, batch, logits, ids, rows, draft, arriving, errors, seconds)
 
     def collect(self, launched: Launched) -> StepResult:
@@ -200,7 +199,8 @@ class ModelRunner:
         """Logits [n, vocab] of `batch.logits_indices`; writes every row's keys and values."""
         if self.graphs is not None and (logits := self.graphs.run(batch)) is not None:
             return logits
-        self._port.begin(batch.steps)
+        indices = batch.logits_indices
+        self._port.begin(batch.steps, indices if len(indices) < batch.input_ids.shape[1] else None)
         try:
             return self._forward(batch.input_ids, batch.position_ids, batch.logits_indices)
         except Exception as error:

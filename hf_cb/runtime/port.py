@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,15 @@ class _Layer:
     group: int  # of the cache's layout
 
 
+class Together(NamedTuple):
+    """What the attention of several layers takes in the current step."""
+
+    caches: list[torch.Tensor]  # keys and values of each
+    step: AttentionStep
+    plan: object
+    wanted: torch.Tensor | None  # see AttentionPort.begin
+
+
 class AttentionPort:
     """Serves the attention calls of one twin, one step at a time, on one thread."""
 
@@ -42,11 +52,14 @@ class AttentionPort:
         self._steps: tuple[AttentionStep, ...] = ()
         self._steps_on: dict[tuple[int, torch.device], AttentionStep] = {}  # of a model on several devices
         self._plans: dict[tuple[int, LayerSpec], object] = {}
+        self._wanted: torch.Tensor | None = None
         self.calls: list[int] = []  # how often each layer called in the current step, in layer order; see `serve`
 
-    def begin(self, steps: tuple[AttentionStep, ...]) -> None:
-        """Make `steps`, one for each group of layers, those that the modules' calls belong to."""
+    def begin(self, steps: tuple[AttentionStep, ...], wanted: torch.Tensor | None = None) -> None:
+        """Make `steps`, one for each group of layers, those that the modules' calls belong to. `wanted` [n] int64: the tokens
+        of the step whose logits anybody looks at; None: all."""
         self._steps = steps
+        self._wanted = wanted
         self._steps_on.clear()
         self._plans.clear()
         self.calls = [0] * len(self._layers)
@@ -54,6 +67,7 @@ class AttentionPort:
     def end(self) -> None:
         """Forget the step: a call outside one is a mistake and fails."""
         self._steps = ()
+        self._wanted = None
         self._steps_on.clear()
         self._plans.clear()
 
@@ -61,15 +75,32 @@ class AttentionPort:
         self, module: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """One layer's attention in the current step: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]."""
+        layer = self._layers[id(module)]
+        step, plan = self._enter([layer])
+        return self._backend.attend(q, k, v, self._cache.layers[layer.index], layer.spec, step, plan, sinks)
+
+    def together(self, modules: Sequence[object]) -> Together | None:
+        """For those who attend for all of these modules, of one spec, in one call, and do it now. None: their steps differ."""
+        layers = [self._layers[id(module)] for module in modules]
+        first = layers[0]
+        if any(layer.group != first.group for layer in layers):
+            return None
+        step, plan = self._enter(layers)
+        caches = [tensor for layer in layers for tensor in self._cache.layers[layer.index]]
+        return Together(caches, step, plan, self._wanted)
+
+    def _enter(self, layers: list[_Layer]) -> tuple[AttentionStep, object]:
+        """The current step for layers of one group and spec that are called now, and what the backend has planned for it."""
         if not self._steps:
             raise RuntimeError("an attention module of the twin was called outside a step")
-        layer = self._layers[id(module)]
+        layer = layers[0]
         step, key = self._step_on(layer.group, layer.spec.device), (layer.group, layer.spec)
-        self.calls[layer.index] += 1
+        for one in layers:
+            self.calls[one.index] += 1
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._backend.plan(step, layer.spec)
-        return self._backend.attend(q, k, v, self._cache.layers[layer.index], layer.spec, step, plan, sinks)
+        return step, plan
 
     def _step_on(self, group: int, device: torch.device) -> AttentionStep:
         step = self._steps[group]

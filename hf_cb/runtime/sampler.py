@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_cb.attention.extension import is_loaded
 from hf_cb.request import Request, RowRules, SamplingParams, TokenLogprobs
 from hf_cb.runtime.draws import Draws, draw_all, draws, refusal
 from hf_cb.runtime.logprobs import token_logprobs
@@ -71,9 +72,10 @@ class Draft:
     """Tokens that are chosen, and may not have come to the host yet."""
 
     tokens: torch.Tensor  # [n] int64, on the device of the logits; -1 where a row has no probabilities to draw by
+    has_nan: torch.Tensor  # [n] bool: whether there is a NaN in each row's logits
     errors: dict[int, BaseException]  # index of the row -> what is known already
     logits: torch.Tensor  # [n, vocab]
-    scores: torch.Tensor  # [n, vocab] float32: by what the tokens were chosen, as far as rules want to know
+    scores: torch.Tensor  # [n, vocab]: by what the tokens were chosen, as far as rules want to know; then float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +98,20 @@ def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Draft:
     """The part of `sample` that goes to the device. Unless a row `needs_host`, nothing in it waits for that."""
     errors: dict[int, BaseException] = {}
     scores = _process(logits, rows, errors)
-    tokens = _best(scores)
+    tokens, has_nan = _best(scores)
+    if scores is not logits:
+        has_nan = _has_nan(logits)
     drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors]
     if drawing:
         index = to_device(drawing, torch.int64, scores.device)
-        warped = warp(scores.index_select(0, index), [rows[i].params for i in drawing])
+        warped = warp(scores.index_select(0, index).float(), [rows[i].params for i in drawing])
         tokens.index_copy_(0, index, draw_all([_source(rows[i]) for i in drawing], warped.softmax(dim=-1)))
         for j, i in enumerate(drawing):
             if rows[i].rules is not None:
                 scores[i] = warped[j]
     for row in rows:
         row.num_sampled += 1
-    return Draft(tokens, errors, logits, scores)
+    return Draft(tokens, has_nan, errors, logits, scores)
 
 
 def accept(draft: Draft, rows: Sequence[RowState], tokens: list[int]) -> Sampled:
@@ -145,11 +149,19 @@ def _logprobs(
     return dict(zip(rows, found, strict=True))
 
 
-def _best(scores: torch.Tensor) -> torch.Tensor:
-    """The best token of each row, [n]. On a CPU by numpy, which is ten times as fast at it."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(scores.numpy().argmax(axis=-1))
-    return scores.argmax(dim=-1)
+def _best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first best token of each row, [n] int64, and whether there is a NaN in it, [n] bool."""
+    if scores.device.type != "cpu":
+        return scores.argmax(dim=-1), _has_nan(scores)
+    if is_loaded() and scores.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tokens, has_nan = torch.ops.hf_cb.best(scores)
+        return tokens, has_nan
+    # numpy is ten times as fast at it as torch.
+    return torch.from_numpy(scores.float().numpy().argmax(axis=-1)), _has_nan(scores)
+
+
+def _has_nan(scores: torch.Tensor) -> torch.Tensor:
+    return scores.amax(dim=-1).isnan()  # the largest of a row with a NaN is NaN
 
 
 def _source(row: RowState) -> Draws:
@@ -158,15 +170,15 @@ def _source(row: RowState) -> Draws:
 
 
 def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, BaseException]) -> torch.Tensor:
-    """What does not depend on sampling, from logits to scores [n, vocab] float32: a copy where any row asks for anything."""
-    scores = logits.float()
+    """What does not depend on sampling, from logits to scores [n, vocab]: a copy in float32 where any row asks for anything."""
     biased = [(i, row.params.logit_bias) for i, row in enumerate(rows) if row.params.logit_bias]
     penalties = [(i, row.params.repetition_penalty, row.seen) for i, row in enumerate(rows) if row.seen is not None]
     present = [(i, row.params, row.produced) for i, row in enumerate(rows) if row.produced is not None]
     forbidden = [(i, ids) for i, row in enumerate(rows) if (ids := row.forbidden())]
     ruled = [i for i, row in enumerate(rows) if row.rules is not None]
-    if scores is logits and (biased or penalties or present or forbidden or ruled):
-        scores = scores.clone()
+    if not (biased or penalties or present or forbidden or ruled):
+        return logits
+    scores = logits.to(torch.float32, copy=True)
     for i in ruled:
         _apply_rules(i, rows[i].rules, scores, errors)
     bias(scores, biased)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -294,6 +295,86 @@ def test_whole_layers_through_the_matrix_unit_s_door() -> None:
         torch.testing.assert_close(through, own, rtol=3e-2, atol=3e-2)
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """Three decoder layers of width 50, two query heads and one of keys and of values, of size 18; four rows, of which one is a
+    prompt of five tokens, over blocks of 16."""
+
+    dtype: torch.dtype
+
+    NORM = (1e-5, 1.0, True)
+    STARTS = torch.tensor([0, 1, 6, 7, 8], dtype=torch.int32)
+    KEY_LENS = torch.tensor([20, 37, 1, 70], dtype=torch.int32)
+
+    def numbers(self) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+        """Norms, weights and biases."""
+        shapes = ((72, 50), (50, 36), (4 * panel(), 50), (50, 2 * panel()))
+        parts = [make_layer(*shape, self.dtype, i % 4 < 2, seed=i) for i, shape in enumerate(3 * shapes)]
+        norms = [noise(50, dtype=self.dtype, seed=50 + i) for i in range(6)]
+        return norms, [part.packed for part in parts], [part.packed_bias for part in parts]
+
+    def caches(self) -> list[Tensor]:
+        return [noise(17, 16, 1, 18, dtype=self.dtype, seed=80 + i) for i in range(6)]
+
+    def step(self) -> tuple[Tensor, ...]:
+        """Slots, block table, and what `plan` made."""
+        table = torch.arange(1, 17, dtype=torch.int32).view(4, 4)
+        table = torch.cat([table, table[:, -1:].flip(0)], 1)  # five blocks for the longest
+        slots = [
+            int(table[row, position // 16]) * 16 + position % 16
+            for row in range(4)
+            for position in range(int(self.KEY_LENS[row] - self.STARTS[row + 1] + self.STARTS[row]), int(self.KEY_LENS[row]))
+        ]
+        return torch.tensor(slots), table, *OPS.plan(self.STARTS, self.KEY_LENS, 1, 2, 18, 30, None)
+
+    def turns(self) -> tuple[Tensor, Tensor]:
+        return noise(1, 8, 18, dtype=self.dtype, seed=1), noise(1, 8, 18, dtype=self.dtype, seed=2)
+
+    def together(self, x: Tensor, caches: list[Tensor], wanted: Tensor | None = None, **others: Any) -> Tensor:
+        norms, weights, biases = self.numbers()
+        given = {"norms": norms, "weights": weights, "biases": biases, "joined_width": 72, "heads": 2, **others}
+        return OPS.layers(  # type: ignore[no-any-return]
+            *(x, *self.turns(), given["norms"], *self.NORM, given["weights"], given["biases"], given["joined_width"]),
+            *(2 * panel(), False, SILU, False, given["heads"], caches, *self.step(), 0.2, 30, None, 2.5, wanted),
+        )
+
+    def apart(self, x: Tensor, caches: list[Tensor]) -> Tensor:
+        norms, weights, biases = self.numbers()
+        for i in range(3):
+            w, b = weights[4 * i : 4 * i + 4], biases[4 * i : 4 * i + 4]
+            joined = OPS.before_attention(x, norms[2 * i], *self.NORM, w[0], b[0], 72, False, *self.turns(), 3)
+            q, k, v = joined.view(8, 4, 18).split((2, 1, 1), 1)
+            attended = OPS.attend(q, k, v, *caches[2 * i : 2 * i + 2], *self.step(), None, 0.2, 30, None, 2.5)
+            x = OPS.after_attention(
+                *(attended.view(1, 8, 36), x, w[1], b[1], norms[2 * i + 1], *self.NORM, w[2], b[2], 2 * panel()),
+                *(SILU, False, w[3], b[3], False),
+            )
+        return x
+
+
+@each_dtype
+def test_layers_in_one_call_have_the_bits_of_layers_one_by_one(dtype: torch.dtype) -> None:
+    stacked, x = Stacked(dtype), noise(1, 8, 50, dtype=dtype)
+    caches, others = stacked.caches(), stacked.caches()
+    expected = stacked.apart(x, others)
+    assert torch.equal(stacked.together(x, caches), expected)
+    assert all(map(torch.equal, caches, others))
+    for strided in (torch.cat([x, x], -1)[..., :50], x.transpose(0, 1).contiguous().transpose(0, 1)):
+        assert torch.equal(stacked.together(strided, stacked.caches()), expected)
+
+
+@each_dtype
+def test_what_nobody_wants_of_the_last_layer_is_zero(dtype: torch.dtype) -> None:
+    stacked, x = Stacked(dtype), noise(1, 8, 50, dtype=dtype)
+    caches, others = stacked.caches(), stacked.caches()
+    expected = stacked.apart(x, others)
+    for wanted in ([0, 5, 6, 7], [7, 0, 0], []):
+        out = stacked.together(x, caches, torch.tensor(wanted, dtype=torch.int64))
+        assert torch.equal(out[:, wanted], expected[:, wanted])
+        assert not out[:, [i for i in range(8) if i not in wanted]].any()
+        assert all(map(torch.equal, caches, others))  # keys and values are those of all tokens
+
+
 # -- bits --------------------------------------------------------------------------------------------------------------------
 
 
@@ -389,7 +470,20 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         decoder = Decoder(torch.float32)
         return decoder.after(decoder.inputs(3)[3], residual)
 
+    stacked = Stacked(torch.float32)
+
+    def layers(**others: Any) -> Tensor:
+        return stacked.together(zeros(1, 8, 50), stacked.caches()[others.pop("skip", 0) :], **others)
+
     return [
+        ("norms, weights, biases, caches:", lambda: layers(norms=stacked.numbers()[0][1:])),
+        ("norms, weights, biases, caches:", lambda: layers(weights=stacked.numbers()[1][:-1])),
+        ("norms, weights, biases, caches:", lambda: layers(biases=[])),
+        ("norms, weights, biases, caches:", lambda: layers(skip=1)),
+        ("joined_width:", lambda: layers(joined_width=71)),
+        ("joined_width:", lambda: layers(heads=4)),
+        ("joined_width:", lambda: layers(heads=1)),
+        ("joined_width:", lambda: layers(heads=0)),
         ("weight:", lambda: OPS.pack(zeros(4))),
         ("weight:", lambda: OPS.pack(zeros(4, 5).t())),
         ("weight:", lambda: OPS.pack(zeros(4, 5, dtype=torch.int32))),

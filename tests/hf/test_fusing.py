@@ -16,11 +16,14 @@ import seam
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaMLP,
+    LlamaModel,
     LlamaRMSNorm,
     apply_rotary_pos_emb,
 )
@@ -30,22 +33,24 @@ import hf_cb
 from hf_cb.hf import fusing, packing
 from hf_cb.hf.packing import Pack
 from hf_cb.hf.products import OwnProducts, kernels_panel
-from hf_cb.hf.short import Attention, GatedMLP, Layer, Norm
+from hf_cb.hf.short import Attention, GatedMLP, Layer, Norm, Stack
 from hf_cb.hf.support import examine
 
 NEW = 8
 ROOM = 1 << 30
 PROMPT = seam.prompts(6)[0][None]
 ROWS = seam.prompts(9, 1, 17, 33, 5, 2)
-WHOLE = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "Layer": 3}  # two norms in each of three layers, and a last one
+WHOLE = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "Layer": 3, "Stack": 1}  # two norms in each of three layers, and a last one
 
 pytestmark = pytest.mark.skipif(not kernels_panel(), reason="the compiled kernels need a compiler and vector instructions")
 
 
 def fused(model: nn.Module, **options: Any) -> dict[str, int]:
     """How many modules of a twin of `model` have a short forward, by kinds."""
-    forwards = [vars(module).get("forward") for module in examine(model, **{"pack_memory": ROOM, **options}).twin.modules()]
-    return dict(Counter(type(f).__name__ for f in forwards if isinstance(f, Norm | Attention | GatedMLP | Layer)))
+    twin = examine(model, **{"pack_memory": ROOM, **options}).twin
+    forwards = [vars(module).get("forward") for module in twin.modules()]
+    forwards += [layer for stack in forwards if isinstance(stack, Stack) for layer in stack.layers]
+    return dict(Counter(type(f).__name__ for f in forwards if isinstance(f, Norm | Attention | GatedMLP | Layer | Stack)))
 
 
 @contextlib.contextmanager
@@ -72,7 +77,7 @@ def in_company(model: Any, engine: hf_cb.Engine, **options: Any) -> list[hf_cb.R
         *((name, WHOLE) for name in ("llama", "qwen2", "gemma", "phi3", "mistral")),
         ("granite", {"Norm": 7, "Attention": 3, "GatedMLP": 3}),  # its layers scale what they add
         ("qwen3", {"Norm": 13, "GatedMLP": 3}),  # norms between its queries and their turns
-        ("smollm3", {**WHOLE, "Attention": 2, "Layer": 2}),  # a layer without rotary positions
+        ("smollm3", {"Norm": 7, "Attention": 2, "GatedMLP": 3, "Layer": 2}),  # one without rotary positions between the others
         ("olmo2", {"Norm": 13, "GatedMLP": 3}),  # norms behind attention and MLP
         ("cohere", {}),  # its norms subtract the mean
         ("gpt2", {}),
@@ -290,12 +295,13 @@ NO_MLP = {"Norm": 7, "Attention": 3, "GatedMLP": 2, "Layer": 2}
 NO_ATTENTION = {"Norm": 7, "Attention": 2, "GatedMLP": 3, "Layer": 2}
 NO_NORM = {"Norm": 6, "Attention": 3, "GatedMLP": 3, "Layer": 2}
 NO_LAYER = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "Layer": 2}
+APART = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "Layer": 3}  # layers of several forms
 LOOK_ALIKES: dict[type[nn.Module], tuple[str, dict[str, int]]] = {
     ClampedMLP: ("mlp", NO_MLP),
     RarelyClampedMLP: ("mlp", NO_MLP),
     LouderMLP: ("mlp", NO_MLP),
     CutMLP: ("mlp", NO_MLP),
-    UpFirstMLP: ("mlp", WHOLE),
+    UpFirstMLP: ("mlp", APART),
     ShiftedNorm: ("input_layernorm", NO_NORM),
     CutNorm: ("post_attention_layernorm", NO_NORM),
     MeanNorm: ("input_layernorm", NO_NORM),
@@ -518,3 +524,135 @@ def test_two_engines_one_after_the_other() -> None:
         assert not any("forward" in vars(module) for module in served.modules())
         for model in (plain, served):
             by_operation(model.model.layers[1].mlp.gate_proj.weight)
+
+
+# -- layers in one call ------------------------------------------------------------------------------------------------------
+
+
+def stacks(model: nn.Module) -> list[Stack]:
+    twin = examine(model, pack_memory=ROOM).twin
+    return [forward for module in twin.modules() if isinstance(forward := vars(module).get("forward"), Stack)]
+
+
+class SummingModel(LlamaModel):
+    """Its result is the sum of what all layers give."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        cache, x = kwargs.get("cache"), self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1])[None]
+        mask = create_causal_mask(self.config, x, attention_mask, cache, position_ids=position_ids)
+        given = {"attention_mask": mask, "position_embeddings": self.rotary_emb(x, position_ids), "cache": cache}
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x, position_ids=position_ids, **given)
+            total = total + x
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(total), cache=cache)
+
+
+def test_layers_whose_results_are_looked_at_are_not_put_together() -> None:
+    def change(model: Any) -> None:
+        model.model.__class__ = SummingModel
+
+    with both(change) as pair:
+        assert fused(pair.plain) == APART
+        pair.same(PROMPT, max_new_tokens=NEW)
+        pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
+
+
+Body = Callable[[list[nn.Module], torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layers, x [1, T, width], the positions' turns) -> [1, T, width]."""
+
+
+def plain_body(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x, position_embeddings=turns)
+    return x
+
+
+def clipping(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    x = layers[0](x, position_embeddings=turns).clamp(-1e5, 1e5)
+    return plain_body(layers[1:], x, turns)
+
+
+def skipping(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    first = layers[0](x, position_embeddings=turns)
+    return first + plain_body(layers[1:], first, turns)
+
+
+def turning(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    return plain_body(layers[2:], plain_body(layers[:2], x, turns), 2 * turns)
+
+
+def looking_back(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    x = plain_body(layers, x, turns)
+    return x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+@pytest.mark.parametrize(
+    ("body", "follows", "selects"),
+    [
+        (plain_body, (True, True), True),
+        (clipping, (False, True), True),
+        (skipping, (False, False), True),
+        (turning, (True, False), True),
+        (looking_back, (True, True), False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_between_and_behind_layers_is_seen(
+    body: Body, follows: tuple[bool, ...], selects: bool, dtype: torch.dtype
+) -> None:
+    layers: list[nn.Module] = [nn.Identity() for _ in range(3)]
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        x = ids[..., None].to(dtype).expand(*ids.shape, 16)
+        return body(layers, x, positions)[0, indices]
+
+    chain = fusing._chain(layers, {layers[0]: ((torch.zeros(1, 9, 16, dtype=dtype),), {})}, forward)
+    assert (chain.follows, chain.selects) == (follows, selects)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen2"])
+def test_a_stack_computes_what_its_layers_do(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, prompts in chunks and decode together: with and without what nobody asks the last layer for."""
+    model = models.tiny(name).to(dtype)
+    if torch.cpu._is_amx_tile_supported() and dtype == torch.bfloat16:
+        pytest.skip("with AMX, many rows are summed in another order")
+
+    def logprobs() -> list[Any]:
+        with hf_cb.continuous_batching(model, max_batch_tokens=16, prefix_cache=False) as engine:
+            return [result.logprobs for result in in_company(model, engine, logprobs=3)]
+
+    together = logprobs()
+    monkeypatch.setattr(fusing, "_runs", lambda layers, chain: [])
+    assert logprobs() == together
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes", "num_groups"),
+    [("sssss", [5], 1), ("ssfssf", [2, 2], 3), ("sssff", [3, 2], 5)],  # the last: its stacks go through several groups
+)
+def test_stacks_of_layers_with_windows(kinds: str, sizes: list[int], num_groups: int) -> None:
+    types = ["sliding_attention" if kind == "s" else "full_attention" for kind in kinds]
+    plain, served = (models.tiny("ministral", num_hidden_layers=len(kinds), layer_types=types) for _ in range(2))
+    assert [len(stack.layers) for stack in stacks(plain)] == sizes
+    with hf_cb.continuous_batching(served) as engine:
+        assert engine._worker.machinery.scheduler.num_groups == num_groups
+        pair = seam.Duo(plain, served, engine)
+        pair.same(PROMPT, max_new_tokens=NEW)
+        pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
+
+
+def test_what_a_stack_is_given_up_for_leaves_the_other_layers_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    servable = examine(models.tiny("llama"), pack_memory=ROOM)
+    layers = servable.twin.model.layers
+
+    def fail(pack: Pack) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(packing.Pack, "load", fail)
+    for name in ("gate_proj", "down_proj"):
+        servable.packs.repack([layers[1].mlp.get_submodule(name).weight])
+        assert [type(vars(layer).get("forward")) for layer in layers] == [Layer, type(None), Layer]

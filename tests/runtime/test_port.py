@@ -12,6 +12,7 @@ from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.request import Request, SamplingParams
 from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
+from hf_cb.runtime.kv_layout import KVLayout
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
 from hf_cb.runtime.streams import streams_of
@@ -115,6 +116,38 @@ def test_plans_and_counts_last_for_a_step(made: Made) -> None:
         assert port.calls == [2, 0, 0]
         port.end()
     assert backend.plans == [SPECS[0]] * 2
+
+
+def test_layers_of_one_spec_are_entered_together(made: Made) -> None:
+    port, backend, modules, cache = made
+    wanted = torch.tensor([0])
+    port.begin((STEP,), wanted)
+    together = port.together([modules[2], modules[0]])
+    assert together is not None
+    kept = [*cache.layers[2], *cache.layers[0]]
+    assert len(together.caches) == 4
+    assert all(one is other for one, other in zip(together.caches, kept, strict=True))
+    assert together.step is STEP
+    assert together.plan == ("plan", 1)
+    assert together.wanted is wanted
+    assert port.calls == [1, 0, 1]
+    port.end()
+    port.begin((STEP,))
+    assert port.together(modules[:1]).wanted is None  # type: ignore[union-attr]
+    port.end()
+    with pytest.raises(RuntimeError, match="outside a step"):
+        port.together(modules[::2])
+    assert backend.calls == []
+
+
+def test_layers_of_several_groups_are_not() -> None:
+    modules, specs = [Module(), Module()], [spec(), spec()]
+    layout = KVLayout(((0,), (1,)), ((None, None), (4, None)))
+    port = AttentionPort(modules, specs, Noting(), KVCache(specs, 5, 4, layout))
+    port.begin((STEP, STEP))
+    assert port.together(modules) is None
+    assert port.calls == [0, 0]
+    port.end()
 
 
 def test_a_call_outside_a_step_is_refused(made: Made) -> None:

@@ -1,5 +1,6 @@
 // torch.ops.hf_cb: varlen paged attention for CPUs, `plan` once a step and `attend` once a layer, see ../native.py; and `draw`,
 // see ../../runtime/draws.py. One library, so that there is one build.
+#include "attend.h"
 #include "draws.h"
 #include "share.h"
 #include "tile.h"
@@ -92,6 +93,8 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_ca
   TORCH_CHECK(q.size(2) <= kMaxHeadSize && v.size(2) <= kMaxHeadSize, "q, v: takes heads of at most ", kMaxHeadSize);
 }
 
+}  // namespace
+
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache, Tensor v_cache, const Tensor& slots,
               const Tensor& table, const Tensor& pieces, const Tensor& merges, const Tensor& partials,
               const std::optional<Tensor>& sinks, double scale, std::optional<int64_t> window,
@@ -129,6 +132,8 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache,
   }
   return out;
 }
+
+namespace {
 
 // A token for each row of probs [n, vocab], from its own state [625] int32, which moves on.
 Tensor draw_all(at::TensorList states, const Tensor& probs) {

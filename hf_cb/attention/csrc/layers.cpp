@@ -1,8 +1,10 @@
 // torch.ops.hf_cb: what layers are made of besides attention, for CPUs; see ../../hf/packing.py and ../../hf/fusing.py.
+#include "attend.h"
 #include "pointwise.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -165,6 +167,44 @@ Tensor after_attention(const Tensor& attended, const Tensor& x, const Tensor& ou
   return product(wide, down, down_bias, width, matrix, 0, false, &middle);
 }
 
+// Decoder layers one after another, which differ in their numbers alone: of each two `norms`, the packed `weights` and `biases` of
+// its four products, its `caches` of keys and of values. `wanted`: the tokens whose results anybody asks the last one for; for the
+// others it gives zeros.
+Tensor layers(const Tensor& x, const Tensor& cos, const Tensor& sin, at::TensorList norms, double eps, double offset, bool late,
+              at::TensorList weights, const c10::List<std::optional<Tensor>>& biases, int64_t joined_width, int64_t inner_width,
+              bool matrix, int64_t activation, bool swapped, int64_t heads, at::TensorList caches, const Tensor& slots,
+              const Tensor& table, const Tensor& pieces, const Tensor& merges, const Tensor& partials, double scale,
+              std::optional<int64_t> window, std::optional<int64_t> chunk, std::optional<double> softcap,
+              const std::optional<Tensor>& wanted) {
+  const int64_t count = norms.size() / 2, size = cos.size(-1), tokens = x.numel() / std::max<int64_t>(1, x.size(-1));
+  TORCH_CHECK(int64_t(norms.size()) == 2 * count && int64_t(weights.size()) == 4 * count && int64_t(biases.size()) == 4 * count &&
+                  int64_t(caches.size()) == 2 * count,
+              "norms, weights, biases, caches: takes 2, 4, 4 and 2 for each layer");
+  TORCH_CHECK(size > 0 && joined_width % size == 0 && heads > 0 && (joined_width / size - heads) % 2 == 0 &&
+                  joined_width / size > heads,
+              "joined_width: takes heads of queries, and as many of keys as of values");
+  const int64_t kv_heads = (joined_width / size - heads) / 2;
+  Tensor hidden = x;
+  for (int64_t i = 0; i < count; ++i) {
+    const at::TensorList weight = weights.slice(4 * i, 4);
+    const auto bias = [&](int64_t which) -> std::optional<Tensor> { return biases[4 * i + which]; };
+    const Tensor joined = before_attention(hidden, norms[2 * i], eps, offset, late, weight[0], bias(0), joined_width, matrix, cos,
+                                           sin, heads + kv_heads)
+                              .view({tokens, heads + 2 * kv_heads, size});
+    Tensor attended = attend(joined.narrow(1, 0, heads), joined.narrow(1, heads, kv_heads),
+                             joined.narrow(1, heads + kv_heads, kv_heads), caches[2 * i], caches[2 * i + 1], slots, table, pieces,
+                             merges, partials, std::nullopt, scale, window, chunk, softcap)
+                          .view({tokens, heads * size});
+    hidden = hidden.reshape({tokens, x.size(-1)});
+    const bool last = wanted && i == count - 1;
+    if (last) attended = at::index_select(attended, 0, *wanted), hidden = at::index_select(hidden, 0, *wanted);
+    hidden = after_attention(attended, hidden, weight[1], bias(1), norms[2 * i + 1], eps, offset, late, weight[2], bias(2),
+                             inner_width, activation, swapped, weight[3], bias(3), matrix);
+    if (last) hidden = at::zeros({tokens, x.size(-1)}, x.options()).index_copy_(0, *wanted, hidden);
+  }
+  return hidden.view(x.sizes());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(hf_cb, library) {
@@ -186,6 +226,11 @@ TORCH_LIBRARY_FRAGMENT(hf_cb, library) {
       "after_attention(Tensor attended, Tensor x, Tensor out, Tensor? out_bias, Tensor norm, float eps, float offset, bool late, "
       "Tensor inner, Tensor? inner_bias, int inner_width, int activation, bool swapped, Tensor down, Tensor? down_bias, "
       "bool matrix) -> Tensor");
+  library.def(
+      "layers(Tensor x, Tensor cos, Tensor sin, Tensor[] norms, float eps, float offset, bool late, Tensor[] weights, "
+      "Tensor?[] biases, int joined_width, int inner_width, bool matrix, int activation, bool swapped, int heads, "
+      "Tensor(a!)[] caches, Tensor slots, Tensor table, Tensor pieces, Tensor merges, Tensor partials, float scale, int? window, "
+      "int? chunk, float? softcap, Tensor? wanted) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool late) -> Tensor");
   library.def("rotate(Tensor(a!) x, Tensor cos, Tensor sin, int heads) -> ()");
 }
@@ -196,6 +241,7 @@ TORCH_LIBRARY_IMPL(hf_cb, CPU, library) {
   library.impl("gated", gated);
   library.impl("before_attention", before_attention);
   library.impl("after_attention", after_attention);
+  library.impl("layers", layers);
   library.impl("rms_norm", rms_norm_op);
   library.impl("rotate", rotate_op);
 }
