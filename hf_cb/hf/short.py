@@ -1,4 +1,4 @@
-"""Short forwards for modules of the twin: what norms, gated MLPs, attention modules, decoder layers and stacks of those compute,
+"""Short forwards for modules of the twin: what norms, gated MLPs, attention modules, decoder layers and stacks of them do,
 in one or a few calls of the compiled kernels each. `fusing.py` says which modules get one."""
 
 from __future__ import annotations
