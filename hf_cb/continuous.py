@@ -41,7 +41,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         """Make the locks; anew in a forked child."""
         super().renew_locks()
         self._freshness_lock = threading.Lock()
-        self._is_fresh = SharedLook(self._look)
+        self._shared_look = SharedLook()
 
     def attach(self) -> None:
         """Make and probe the twin. A model that cannot be served is attached all the same: all of its calls run natively."""
@@ -106,8 +106,11 @@ class ContinuousBatchingBackend(GenerationBackend):
                 logger.info("the engine cannot serve %s: %s", type(self.model).__name__, error)
                 return fingerprint, None, str(error)
 
+    def _is_fresh(self) -> bool:
+        """Whether the twin is as good as new. Of many callers who come at once, few look."""
+        return self._shared_look(self._look)
+
     def _look(self) -> bool:
-        """Whether the twin is as good as new."""
         if self.engine.is_tensor_parallel:  # its layers exchange their weights as they run; and no rank can rebuild alone
             return True
         return self._fingerprint is not None and self._fingerprint.matches(Fingerprint.of(self.model))

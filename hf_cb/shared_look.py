@@ -9,18 +9,17 @@ from collections.abc import Callable
 class SharedLook:
     """For looks that take milliseconds and that many threads want at once: of fifty, two look and the rest wait."""
 
-    def __init__(self, look: Callable[[], bool]) -> None:
-        self._look = look
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal's handler, or a finalizer, may call in the middle of a look
         self._begun = 0  # looks
         self._seen: bool | None = None  # by the latest; None: it raised
 
-    def __call__(self) -> bool:
-        """What is to be seen, at a moment between call and return. Raises what the own look raises."""
+    def __call__(self, look: Callable[[], bool]) -> bool:
+        """What `look`, the same one for all callers, sees between call and return. Raises what one's own look raises."""
         before = self._begun  # a look that is under way may have passed already what has just been changed
         with self._lock:
             if self._begun == before or self._seen is None:
                 self._begun += 1
                 self._seen = None
-                self._seen = self._look()
+                self._seen = look()
             return self._seen

@@ -21,6 +21,7 @@ from torch import nn
 
 from hf_cb.attention.step import LayerSpec
 from hf_cb.hf.attention import port_of, set_port
+from hf_cb.hf.chains import Chain
 from hf_cb.hf.forwards import replaced
 from hf_cb.hf.packing import Pack, Packs
 from hf_cb.hf.products import OwnPacked, kernels_panel
@@ -97,11 +98,14 @@ class Fused:
                 self._set(module, *_layer(module, calls[module]))
         layers = [module for module in calls if module not in specs]
         if forward is not None and len(layers) == len(specs):
-            self._stack(layers, calls, forward)
+            self._stack(twin, layers, calls, forward)
 
-    def _stack(self, layers: list[nn.Module], calls: dict[nn.Module, Call], forward: Forward) -> None:
+    def _stack(self, twin: nn.Module, layers: list[nn.Module], calls: dict[nn.Module, Call], forward: Forward) -> None:
         """Give the layers that follow each other, and have one form, to the first of them."""
-        chain = _chain(layers, calls, forward)
+        args = calls[layers[0]][0]
+        if len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            return
+        chain = Chain.of(twin, layers, args[0], forward)
         for run in _runs(layers, chain):
             stack = Stack({module: vars(module)["forward"] for module in run}, chain.selects and run[-1] is layers[-1])
             stack.put()
@@ -341,60 +345,18 @@ def _is_made_of(module: nn.Module, children: list[nn.Module], x: torch.Tensor, k
     )
 
 
-# -- layers that follow each other ---------------------------------------------------------------------------------------------
+# -- layers that follow each other -------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Chain:
-    follows: tuple[bool, ...]  # whether each layer but the first takes what the one before gives, which nobody else sees
-    selects: bool  # whether of what the last one gives only the tokens matter whose logits are wanted
-
-
-def _chain(layers: list[nn.Module], calls: dict[nn.Module, Call], forward: Forward) -> _Chain:
-    """Seen with stand-ins for all layers: none of the twin's weights but those before and behind them count."""
-    args = calls[layers[0]][0]
-    apart = _Chain((False,) * (len(layers) - 1), False)
-    if len(args) != 1 or not isinstance(args[0], torch.Tensor):
-        return apart
-    x = args[0]
-    try:
-        tried = [_try_chain(layers, x, scale, forward) for scale in scales(x.dtype)]
-    except ERRORS:
-        return apart
-    follows = tuple(map(all, zip(*(one.follows for one in tried), strict=True)))
-    return _Chain(follows, all(one.selects for one in tried))
-
-
-def _try_chain(layers: list[nn.Module], x: torch.Tensor, scale: float, forward: Forward) -> _Chain:
-    tokens, device = x.shape[1], x.device
-    everything, some = torch.arange(tokens, device=device), torch.tensor([tokens - 1, tokens // 2], device=device)
-
-    def run(answers: list[torch.Tensor], indices: torch.Tensor) -> tuple[list[StandIn], torch.Tensor]:
-        stand_ins = [StandIn(answer) for answer in answers]
-        with replaced(dict(zip(layers, stand_ins, strict=True))):
-            return stand_ins, forward(torch.zeros_like(everything)[None], everything[None], indices)
-
-    answers, others = (
-        [noise(x.shape, x.dtype, first + i) * scale for i in range(len(layers))] for first in (1, 1 + len(layers))
-    )
-    seen, logits = run(answers, everything)
-    blind = same(run([*others[:-1], answers[-1]], everything)[1], logits)
-    turns = [stand_in.others["position_embeddings"] for stand_in in seen]
-    follows = (seen[i].was_given(answers[i - 1]) and turns[i] is turns[i - 1] for i in range(1, len(layers)))
-    blurred = others[-1].clone()
-    blurred[:, some] = answers[-1][:, some]
-    selects = same(run([*answers[:-1], blurred], some)[1], run(answers, some)[1])
-    return _Chain(tuple(blind and one for one in follows), selects)
-
-
-def _runs(layers: list[nn.Module], chain: _Chain) -> list[list[nn.Module]]:
+def _runs(layers: list[nn.Module], chain: Chain) -> list[list[nn.Module]]:
     """Two and more layers that can be computed by one call."""
+    forms = [_form(module) for module in layers]
     runs = [layers[:1]]
-    for before, module, follows in zip(layers, layers[1:], chain.follows, strict=False):
-        if follows and _form(module) is not None and _form(module) == _form(before):
-            runs[-1].append(module)
+    for i in range(1, len(layers)):
+        if chain.follows[i - 1] and forms[i] is not None and forms[i] == forms[i - 1]:
+            runs[-1].append(layers[i])
         else:
-            runs.append([module])
+            runs.append([layers[i]])
     return [run for run in runs if len(run) > 1]
 
 

@@ -99,7 +99,9 @@ class Pack:
 
     def __init__(self, modules: list[nn.Module], products: Products) -> None:
         self.modules = modules
-        self.users: list[Callable[[], object]] = []  # how those are undone who compute with what is packed, the latest first
+        self.users: list[
+            Callable[[], object]
+        ] = []  # how those are undone who compute with what is packed, in the order in which they came
         self._products = products
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()

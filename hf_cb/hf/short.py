@@ -134,14 +134,8 @@ class Layer:
     def form(self) -> tuple[object, ...]:
         """All but its numbers: layers that are alike in this can be computed by one call."""
         widths = tuple((pack.own().width, pack.own().matrix) for pack in self.packs)
-        return (
-            *self.first.numbers[1:],
-            *self.second.numbers[1:],
-            widths,
-            self.attention.spec,
-            self.mlp.activation,
-            self.mlp.swapped,
-        )
+        mlp = self.mlp
+        return *self.first.numbers[1:], *self.second.numbers[1:], widths, self.attention.spec, mlp.activation, mlp.swapped
 
 
 class Stack:
@@ -151,19 +145,19 @@ class Stack:
         """`layers`: by their modules. `selects`: of what the last one gives only the tokens matter whose logits are wanted."""
         self.layers = [*layers.values()]
         self.packs = [pack for layer in self.layers for pack in layer.packs]
-        self._own = layers
+        self._layer_of = layers
         self._selects = selects
         self._modules = [layer.attention.module for layer in self.layers]
         self._norms = [norm.weight for layer in self.layers for norm in (layer.first, layer.second)]
 
     def put(self) -> None:
         """In the place of the layers."""
-        for i, module in enumerate(self._own):
+        for i, module in enumerate(self._layer_of):
             vars(module)["forward"] = _passed if i else self
 
     def take_apart(self) -> None:
         """Each layer by itself again, as far as that has not been done."""
-        for module, layer in self._own.items():
+        for module, layer in self._layer_of.items():
             if vars(module).get("forward") in (self, _passed):
                 vars(module)["forward"] = layer
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
+ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError, ArithmeticError)
 """What code that is not what it seems may raise."""
-_FAR = 1 << 20  # tokens: some scale by the position
+FAR = 1 << 20  # tokens: some scale by the position
 
 
 class StandIn:
@@ -51,7 +51,7 @@ def near_and_far(kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _far(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64):
-        return value + _FAR
+        return value + FAR
     return value
 
 

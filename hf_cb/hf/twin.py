@@ -90,8 +90,9 @@ class Fingerprint:
             forward, kind = vars(module).get("forward"), type(module)
             if forward is not None:
                 objects.append(weakref.ref(forward))
-            # The class's forward can be exchanged, too.
+            # The class's forward can be exchanged, too; and children can move from one to another.
             state += (kind, kind.forward, len(module._forward_hooks), len(module._forward_pre_hooks), forward is not None)
+            state.append(len(module._modules))
             # Those keep books of what they have seen; and torch's own layers are what they are.
             keeps_books = "rope_type" in vars(module) and rope_follows_length(module)
             if not keeps_books and not kind.__module__.startswith("torch.nn."):

@@ -53,7 +53,7 @@ class AttentionPort:
         self._steps_on: dict[tuple[int, torch.device], AttentionStep] = {}  # of a model on several devices
         self._plans: dict[tuple[int, LayerSpec], object] = {}
         self._wanted: torch.Tensor | None = None
-        self.calls: list[int] = []  # how often each layer called in the current step, in layer order; see `serve`
+        self.calls: list[int] = []  # how often each layer called in the current step, in layer order
 
     def begin(self, steps: tuple[AttentionStep, ...], wanted: torch.Tensor | None = None) -> None:
         """Make `steps`, one for each group of layers, those that the modules' calls belong to. `wanted` [n] int64: the tokens

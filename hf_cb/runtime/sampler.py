@@ -98,9 +98,7 @@ def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Draft:
     """The part of `sample` that goes to the device. Unless a row `needs_host`, nothing in it waits for that."""
     errors: dict[int, BaseException] = {}
     scores = _process(logits, rows, errors)
-    tokens, has_nan = _best(scores)
-    if scores is not logits:
-        has_nan = _has_nan(logits)
+    tokens, has_nan = _best(scores, logits)
     drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors]
     if drawing:
         index = to_device(drawing, torch.int64, scores.device)
@@ -149,19 +147,15 @@ def _logprobs(
     return dict(zip(rows, found, strict=True))
 
 
-def _best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first best token of each row, [n] int64, and whether there is a NaN in it, [n] bool."""
-    if scores.device.type != "cpu":
-        return scores.argmax(dim=-1), _has_nan(scores)
-    if is_loaded() and scores.dtype in (torch.float32, torch.bfloat16, torch.float16):
+def _best(scores: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first best token of each row of scores, [n] int64, and whether there is a NaN in that row of logits, [n] bool."""
+    if scores.device.type == "cpu" and is_loaded() and logits.dtype in (torch.float32, torch.bfloat16, torch.float16):
         tokens, has_nan = torch.ops.hf_cb.best(scores)
-        return tokens, has_nan
-    # numpy is ten times as fast at it as torch.
-    return torch.from_numpy(scores.float().numpy().argmax(axis=-1)), _has_nan(scores)
-
-
-def _has_nan(scores: torch.Tensor) -> torch.Tensor:
-    return scores.amax(dim=-1).isnan()  # the largest of a row with a NaN is NaN
+        return tokens, has_nan if scores is logits else torch.ops.hf_cb.best(logits)[1]
+    has_nan = logits.amax(dim=-1).isnan()  # the largest of a row with a NaN is NaN
+    if scores.device.type == "cpu":  # where numpy is ten times as fast at it
+        return torch.from_numpy(scores.float().numpy().argmax(axis=-1)), has_nan
+    return scores.argmax(dim=-1), has_nan
 
 
 def _source(row: RowState) -> Draws:
@@ -170,14 +164,15 @@ def _source(row: RowState) -> Draws:
 
 
 def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, BaseException]) -> torch.Tensor:
-    """What does not depend on sampling, from logits to scores [n, vocab]: a copy in float32 where any row asks for anything."""
+    """What does not depend on sampling, from logits to scores [n, vocab]: a copy in float32 where any row asks for anything, or
+    where they are finer than that."""
     biased = [(i, row.params.logit_bias) for i, row in enumerate(rows) if row.params.logit_bias]
     penalties = [(i, row.params.repetition_penalty, row.seen) for i, row in enumerate(rows) if row.seen is not None]
     present = [(i, row.params, row.produced) for i, row in enumerate(rows) if row.produced is not None]
     forbidden = [(i, ids) for i, row in enumerate(rows) if (ids := row.forbidden())]
     ruled = [i for i, row in enumerate(rows) if row.rules is not None]
     if not (biased or penalties or present or forbidden or ruled):
-        return logits
+        return logits if logits.dtype.itemsize <= 4 else logits.float()
     scores = logits.to(torch.float32, copy=True)
     for i in ruled:
         _apply_rules(i, rows[i].rules, scores, errors)

@@ -34,12 +34,12 @@ def slow() -> Slow:
 
 
 def test_who_comes_during_a_look_gets_one_that_began_later(slow: Slow) -> None:
-    look = SharedLook(slow)
+    look = SharedLook()
     with ThreadPoolExecutor(9) as pool:
-        first = pool.submit(look)
+        first = pool.submit(look, slow)
         assert slow.begun.acquire(timeout=20)
         slow.truth = False
-        others = [pool.submit(look) for _ in range(8)]
+        others = [pool.submit(look, slow) for _ in range(8)]
         slow.may_end.release(9)
         assert first.result(20) is True
         assert [other.result(20) for other in others] == 8 * [False]  # the first one saw what was there before
@@ -47,11 +47,11 @@ def test_who_comes_during_a_look_gets_one_that_began_later(slow: Slow) -> None:
 
 def test_those_who_wait_share_one(slow: Slow) -> None:
     """All of them read the count of looks before any of them may look."""
-    look = SharedLook(slow)
+    look = SharedLook()
     counted = threading.Barrier(8)
 
     slow.may_end.release(100)
-    assert look() is True
+    assert look(slow) is True
     before = slow.looks
 
     class Gate:
@@ -69,23 +69,23 @@ def test_those_who_wait_share_one(slow: Slow) -> None:
 
     look._lock = Gate()  # type: ignore[assignment]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda _: look(), range(8))) == 8 * [True]
+        assert list(pool.map(lambda _: look(slow), range(8))) == 8 * [True]
     assert slow.looks == before + 1
 
 
 def test_calls_one_after_another_look_each_for_themselves(slow: Slow) -> None:
     slow.may_end.release(100)
-    look = SharedLook(slow)
+    look = SharedLook()
     for truth in (True, False, True):
         slow.truth = truth
-        assert look() is truth
+        assert look(slow) is truth
 
 
 def test_a_look_that_fails_fails_for_its_own_caller_only(slow: Slow) -> None:
     slow.may_end.release(100)
-    look = SharedLook(slow)
+    look = SharedLook()
     slow.truth = ValueError("broken")
     with pytest.raises(ValueError, match="broken"):
-        look()
+        look(slow)
     slow.truth = True
-    assert look() is True
+    assert look(slow) is True

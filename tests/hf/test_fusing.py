@@ -31,6 +31,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 
 import hf_cb
 from hf_cb.hf import fusing, packing
+from hf_cb.hf.chains import Chain
 from hf_cb.hf.packing import Pack
 from hf_cb.hf.products import OwnProducts, kernels_panel
 from hf_cb.hf.short import Attention, GatedMLP, Layer, Norm, Stack
@@ -560,56 +561,132 @@ def test_layers_whose_results_are_looked_at_are_not_put_together() -> None:
         pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
 
 
-Body = Callable[[list[nn.Module], torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layers, x [1, T, width], the positions' turns) -> [1, T, width]."""
+class GatedModel(SummingModel):
+    """Adds its embeddings to what each layer is given, as much as a gate says that is shut at first."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        cache, x = kwargs.get("cache"), self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1])[None]
+        mask = create_causal_mask(self.config, x, attention_mask, cache, position_ids=position_ids)
+        given = {"attention_mask": mask, "position_embeddings": self.rotary_emb(x, position_ids), "cache": cache}
+        skipped = x
+        for layer in self.layers:
+            x = layer(x, position_ids=position_ids, **given) + self.gated(skipped)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), cache=cache)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(x) if isinstance(self.gate, nn.Module) else self.gate * x
 
 
-def plain_body(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    for layer in layers:
-        x = layer(x, position_embeddings=turns)
-    return x
+@pytest.mark.parametrize("of_a_module", [False, True])
+def test_a_gate_between_layers_that_is_shut_at_first(of_a_module: bool) -> None:
+    def change(model: Any) -> None:
+        width = model.config.hidden_size
+        model.model.gate = nn.Linear(width, width) if of_a_module else nn.Parameter(torch.zeros(()))
+        if of_a_module:
+            nn.init.zeros_(model.model.gate.weight), nn.init.zeros_(model.model.gate.bias)
+        model.model.__class__ = GatedModel
+
+    with both(change) as pair:
+        assert fused(pair.plain) == APART
+        before = pair.same(PROMPT, max_new_tokens=NEW)
+        for model in (pair.plain, pair.served):
+            gate = model.model.gate.weight if of_a_module else model.model.gate
+            with torch.no_grad():
+                gate.fill_(20.0)
+        assert not torch.equal(pair.same(PROMPT, max_new_tokens=NEW), before)
 
 
-def clipping(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    x = layers[0](x, position_embeddings=turns).clamp(-1e5, 1e5)
-    return plain_body(layers[1:], x, turns)
+@pytest.mark.parametrize("body", [LlamaModel, SummingModel])
+def test_a_head_of_zeros_tells_nothing_of_the_layers(body: type[LlamaModel]) -> None:
+    """It may get its numbers later."""
+
+    def change(model: Any) -> None:
+        model.model.__class__ = body
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+
+    weights = models.tiny("llama").lm_head.weight
+    with both(change) as pair:
+        assert fused(pair.plain) == APART
+        pair.same(PROMPT, max_new_tokens=NEW)
+        for model in (pair.plain, pair.served):
+            with torch.no_grad():
+                model.lm_head.weight.copy_(weights)
+        pair.same(PROMPT, max_new_tokens=NEW)
 
 
-def skipping(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    first = layers[0](x, position_embeddings=turns)
-    return first + plain_body(layers[1:], first, turns)
+class Twin(nn.Module):
+    """Three layers, and what is done with them by the name of `body`."""
 
+    def __init__(self, body: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(3))
+        self.embedding = nn.Embedding(8, 16, dtype=dtype)
+        self.head = nn.Linear(16, 40, bias=False, dtype=dtype)
+        self.turn = nn.Embedding(4, 16, dtype=dtype)
+        self._body = getattr(self, body)
 
-def turning(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    return plain_body(layers[2:], plain_body(layers[:2], x, turns), 2 * turns)
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return self.head(self._body(self.embedding(ids), positions))[0, indices]  # type: ignore[no-any-return]
 
+    def through(self, layers: Any, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x, position_embeddings=turns)
+        return x
 
-def looking_back(layers: list[nn.Module], x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    x = plain_body(layers, x, turns)
-    return x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
+    def plain(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        return self.through(self.layers, x, turns)
+
+    def clipping(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        most = 64504 if x.dtype == torch.float16 else 1e5  # as T5 does
+        return self.through(self.layers[1:], self.through(self.layers[:1], x, turns).clamp(-most, most), turns)
+
+    def skipping(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        first = self.through(self.layers[:1], x, turns)
+        return first + self.through(self.layers[1:], first, turns)
+
+    def turning(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        return self.through(self.layers[2:], self.through(self.layers[:2], x, turns), 2 * turns)
+
+    def fading(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        first = self.through(self.layers[:1], x, turns) * (turns < 1000)[..., None]
+        return self.through(self.layers[1:], first, turns)
+
+    def looking_back(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        x = self.plain(x, turns)
+        return 0.5 * x + 0.5 * functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    def deaf(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        return 0 * self.plain(x, turns) + x
+
+    def with_numbers_between(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        x = self.through(self.layers[:2], x, turns)
+        self.turn(turns % 4)
+        return self.through(self.layers[2:], x, turns)
 
 
 @pytest.mark.parametrize(
     ("body", "follows", "selects"),
     [
-        (plain_body, (True, True), True),
-        (clipping, (False, True), True),
-        (skipping, (False, False), True),
-        (turning, (True, False), True),
-        (looking_back, (True, True), False),
+        ("plain", (True, True), True),
+        ("clipping", (False, True), True),
+        ("skipping", (False, False), False),
+        ("turning", (True, False), True),
+        ("fading", (False, True), True),
+        ("looking_back", (True, True), False),
+        ("deaf", (False, False), False),
+        ("with_numbers_between", (False, False), False),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_lies_between_and_behind_layers_is_seen(
-    body: Body, follows: tuple[bool, ...], selects: bool, dtype: torch.dtype
+    body: str, follows: tuple[bool, ...], selects: bool, dtype: torch.dtype
 ) -> None:
-    layers: list[nn.Module] = [nn.Identity() for _ in range(3)]
-
-    def forward(ids: torch.Tensor, positions: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        x = ids[..., None].to(dtype).expand(*ids.shape, 16)
-        return body(layers, x, positions)[0, indices]
-
-    chain = fusing._chain(layers, {layers[0]: ((torch.zeros(1, 9, 16, dtype=dtype),), {})}, forward)
+    twin = Twin(body, dtype)
+    with torch.no_grad():
+        chain = Chain.of(twin, list(twin.layers), torch.zeros(1, 9, 16, dtype=dtype), twin.run)
     assert (chain.follows, chain.selects) == (follows, selects)
 
 

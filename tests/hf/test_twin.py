@@ -122,6 +122,19 @@ def test_the_users_changes_count(llama: PreTrainedModel, change: Any) -> None:
         assert engine.stats().native_calls == {}
 
 
+def test_a_child_that_moves_on_counts(llama: PreTrainedModel) -> None:
+    """Into a neighbour, and into the same list once more: the modules are the same, in much the same order."""
+    llama.model.pre, llama.model.post = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Identity(), nn.Identity())
+    mark = Fingerprint.of(llama)
+    child = llama.model.pre[0]
+    del llama.model.pre[0]
+    llama.model.post.append(child)
+    assert not mark.matches(Fingerprint.of(llama))
+    mark = Fingerprint.of(llama)
+    llama.model.layers.append(llama.model.layers[0])
+    assert not mark.matches(Fingerprint.of(llama))
+
+
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
 def test_a_hook_runs_on_plain_calls_alone(llama: PreTrainedModel, kind: str) -> None:
     """Once for each forward pass of the call that it was meant for, on that call's thread, with its own tokens."""
@@ -249,6 +262,21 @@ def test_a_model_nobody_holds_is_collected(used: bool, uninstalled: bool) -> Non
         gc.collect()
         time.sleep(0.01)
     assert weight() is None
+
+
+def test_an_engine_goes_on_without_its_model_before_anything_is_collected() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = models.tiny("llama")
+        engine = hf_cb.install(model)
+        assert engine is not None
+        model.generate(PROMPT, max_new_tokens=NEW)
+        del model
+        assert engine.submit(PROMPT, max_new_tokens=2).result().tokens
+    finally:
+        gc.enable()
+    engine.shutdown()
 
 
 def test_vars_are_what_they_were(llama: PreTrainedModel) -> None:
