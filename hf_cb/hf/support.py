@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from hf_cb.runtime.streams import streams_of
 logger = logging.getLogger("hf_cb")
 
 _BLOCK_SIZE = 4
+_CHUNKS = (13, 22, 59, 1, 1)  # tokens of each row in the probe's steps
 _LONGEST_PROBE = 96  # tokens of the longer row; windows beyond it are taken on trust in the layer's own argument
 
 
@@ -109,7 +111,12 @@ def examine(
             elif packs.num_bytes:
                 attention = [*zip(observer.modules, specs, strict=True)]
                 own = forward if isinstance(backend, NativeCPUBackend) else None
-                _fuse(lambda fused: fused.fuse(twin, groups, packs, attention, calls_seen, own), probe)
+
+                def probe_fused() -> None:
+                    probe()
+                    _probe_sparing(twin, forward, observer, backend, rows)
+
+                _fuse(lambda fused: fused.fuse(twin, groups, packs, attention, calls_seen, own), probe_fused)
             if specs != tuple(observer.specs):
                 _try_stored(twin, forward, observer, specs, backend, rows)
     except UnservableLayerError as error:
@@ -261,6 +268,20 @@ def _probe(
         raise UnservableError("packed rows see their neighbours")
 
 
+def _probe_sparing(
+    twin: nn.Module, forward: Forward, observer: Observer, backend: AttentionBackend, rows: list[torch.Tensor]
+) -> None:
+    """Ask for few logits, as a step does, and compare with what they are among all."""
+    port, block_size = _probe_port(twin, observer, observer.specs, backend)
+    tokens, device = [row.tolist() for row in rows], rows[0].device
+    whole = _run_packed(forward, port, tokens, device, block_size)
+    few = _run_packed(forward, port, tokens, device, block_size, sparing=True)
+    for own, all_of_row in zip(few, whole, strict=True):
+        ends = [min(end, len(all_of_row)) - 1 for end in accumulate(_CHUNKS)]
+        if not _close(own, all_of_row[list(dict.fromkeys(ends))], half=False, rtol=5e-2):
+            raise UnservableError("logits depend on which are asked for")
+
+
 def _probe_port(
     twin: nn.Module, observer: Observer, specs: Sequence[LayerSpec], backend: AttentionBackend
 ) -> tuple[AttentionPort, int]:
@@ -302,16 +323,22 @@ def _check_layer_types(observer: Observer) -> None:
 
 
 def _run_packed(
-    forward: Forward, port: AttentionPort, rows: list[list[int]], device: torch.device, block_size: int
+    forward: Forward,
+    port: AttentionPort,
+    rows: list[list[int]],
+    device: torch.device,
+    block_size: int,
+    sparing: bool = False,
 ) -> list[torch.Tensor]:
-    """Logits of every position of each row, computed together in uneven chunks over shuffled blocks, a last token by itself."""
+    """Logits of every position of each row, computed together in uneven chunks over shuffled blocks, a last token by itself.
+    `sparing`: of each chunk's last position, and only they are asked for, as in service."""
     generator = torch.Generator().manual_seed(1)
     per_row = -(-_LONGEST_PROBE // block_size)
     blocks = (torch.randperm(2 * per_row, generator=generator) + 1).tolist()
     tables = [blocks[:per_row], blocks[per_row:]]
     done = [0, 0]
     logits: list[list[torch.Tensor]] = [[], []]
-    for number, chunk in enumerate((13, 22, 59, 1, 1)):
+    for chunk in _CHUNKS:
         parts = [(i, rows[i][done[i] : done[i] + chunk]) for i in range(len(rows))]
         scheduled = tuple(
             ScheduledRow(i, done[i], tuple(part), tuple(tables[i][: -(-(done[i] + len(part)) // block_size)]), True)
@@ -322,18 +349,14 @@ def _run_packed(
             break
         total = sum(len(row.token_ids) for row in scheduled)
         batch = build_input_batch(SchedulerOutput(scheduled, total), block_size, streams_of(device))
-        port.begin(batch.steps)
-        out = forward(batch.input_ids, batch.position_ids, torch.arange(total, device=device)).float()
+        asked = batch.logits_indices if sparing else torch.arange(total, device=device)
+        port.begin(batch.steps, asked if sparing else None)
+        out = forward(batch.input_ids, batch.position_ids, asked).float()
         if any(calls != 1 for calls in port.calls):
             raise UnservableError("an attention layer was not called exactly once a step")
         port.end()
-        if number == 1:  # once more, with the logits that a step asks for: keys and values are the same again
-            port.begin(batch.steps, batch.logits_indices)
-            few = forward(batch.input_ids, batch.position_ids, batch.logits_indices).float()
-            port.end()
-            if not _close(few, out[batch.logits_indices], half=True):
-                raise UnservableError("logits depend on which are asked for")
-        for row, part_logits in zip(scheduled, torch.split(out, [len(row.token_ids) for row in scheduled]), strict=True):
+        lengths = [1 if sparing else len(row.token_ids) for row in scheduled]
+        for row, part_logits in zip(scheduled, torch.split(out, lengths), strict=True):
             logits[row.request_id].append(part_logits)
             done[row.request_id] += len(row.token_ids)
     return [torch.cat(parts_of_row) for parts_of_row in logits]
