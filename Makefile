@@ -31,7 +31,7 @@ sanitize: $(VENV)/.dev ## the kernels' tests under the address and undefined beh
 	CXX="sh -c 'LD_PRELOAD= exec g++ \"\$$@\" -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer' g++" \
 	ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest --timeout 900 tests/attention/test_native.py tests/attention/test_layers.py $(ARGS)
+	$(BIN)/python -m pytest --timeout 900 tests/attention/test_native.py tests/attention/test_layers.py tests/runtime/test_best.py $(ARGS)
 
 bench: $(VENV)/.demo ## throughput against other ways to run the same model (MODEL=id or folder, ARGS=more options)
 	$(BIN)/python -m benchmarks.throughput $(if $(MODEL),--model "$(MODEL)") $(ARGS)
