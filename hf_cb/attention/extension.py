@@ -77,6 +77,11 @@ def is_loaded() -> bool:
     return bool(_loaded)
 
 
+def has_matrix_unit() -> bool:
+    """Whether the processor has AMX, and the system lets programs use it."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+
+
 def _build() -> Path:
     """The library's file, which another process may have built."""
     compiler, compile_flags, link_flags = _toolchain()

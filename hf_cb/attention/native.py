@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_cb.attention.extension import BuildError, load
+from hf_cb.attention.extension import BuildError, has_matrix_unit, load
 from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +35,10 @@ class NativeCPUBackend:
     """The compiled kernel, for float32, bfloat16 and float16."""
 
     name = "native_cpu"
+
+    def __init__(self, matrix: bool | None = None) -> None:
+        """`matrix`: whether sixteen rows and more of bfloat16 go through AMX; None: where there is that."""
+        self._matrix = has_matrix_unit() if matrix is None else matrix
 
     def why_not(self, spec: LayerSpec) -> str | None:
         """Refuses other devices and dtypes, and machines where the kernel can't be compiled (with a warning, once)."""
@@ -80,7 +84,9 @@ class NativeCPUBackend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend.attend. Computes in float32."""
-        out: torch.Tensor = torch.ops.hf_cb.attend(q, k, v, *kv, *arguments(step, plan), sinks, *spec_arguments(spec))
+        out: torch.Tensor = torch.ops.hf_cb.attend(
+            *(q, k, v, *kv, *arguments(step, plan), sinks, *spec_arguments(spec), self._matrix)
+        )
         return out
 
 

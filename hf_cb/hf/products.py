@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from hf_cb.attention.extension import BuildError, load
+from hf_cb.attention.extension import BuildError, has_matrix_unit, load
 
 _TOKENS_HINT = 16  # tokens a step for which oneDNN chooses the order; it matters little
 
@@ -58,7 +58,7 @@ class OwnProducts:
         packed = torch.ops.hf_cb.pack(weight)
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, packed.shape[0] * packed.shape[2] - len(bias)))
-        return OwnPacked(packed, bias, len(weight), bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)()))
+        return OwnPacked(packed, bias, len(weight), has_matrix_unit())
 
 
 @dataclass(slots=True)

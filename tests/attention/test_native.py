@@ -17,6 +17,7 @@ from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.attention.step import LayerKV
 
 BACKEND, ORACLE = NativeCPUBackend(), ReferenceBackend()
+THROUGH_MATRIX = NativeCPUBackend(matrix=True)  # the same door without AMX leads to other kernels, over the same layout
 
 TOLERANCES = [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 LONG = [(1, 1500), (1, 511), (1, 512), (200, 900), (3, 1100), (1, 0), (600, 0)]  # on both sides of every tile and split
@@ -66,6 +67,25 @@ def test_head_sizes(size: int, value_size: int, dtype: torch.dtype, tolerance: f
     for options in ({}, {"window": 5, "softcap": 3.0, "has_sinks": True}):
         spec = make_spec(head_size=size, value_head_size=value_size, dtype=dtype, **options)
         assert_like_oracle(make_case(spec, [(1, 70), (9, 90), (1, 0)]), tolerance)
+
+
+@settings(max_examples=75, deadline=None)
+@given(cases(torch.bfloat16))
+def test_through_the_matrix_units_door(case: Case) -> None:
+    torch.testing.assert_close(case.attend(THROUGH_MATRIX), case.attend(ORACLE), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (33, 17), (80, 128), (192, 128), (1, 1)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 40, "softcap": 3.0}, {"chunk": 50}, {"has_sinks": True}], ids=str)
+def test_long_prompts_through_it(sizes: tuple[int, int], options: dict[str, object]) -> None:
+    """One query head a key head, and three, and twenty: rows that don't fill a tile, at every place of a piece."""
+    for heads in ((2, 2), (6, 2), (20, 1)):
+        spec = make_spec(*heads, head_size=sizes[0], value_head_size=sizes[1], dtype=torch.bfloat16, **options)
+        case = make_case(spec, [(200, 900), (1, 70), (17, 3), (40, 0), (15, 600)])
+        out = case.attend(THROUGH_MATRIX)
+        torch.testing.assert_close(out, case.attend(ORACLE), rtol=1e-2, atol=1e-2)
+        for row, place in enumerate(case.row_slices()):  # neighbours change nothing here either
+            assert torch.equal(case.select([row]).attend(THROUGH_MATRIX), out[place])
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (40, 1), (97, 1), (200, 2)])

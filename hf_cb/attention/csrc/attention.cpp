@@ -98,7 +98,7 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_ca
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache, Tensor v_cache, const Tensor& slots,
               const Tensor& table, const Tensor& pieces, const Tensor& merges, const Tensor& partials,
               const std::optional<Tensor>& sinks, double scale, std::optional<int64_t> window,
-              std::optional<int64_t> chunk, std::optional<double> softcap) {
+              std::optional<int64_t> chunk, std::optional<double> softcap, bool matrix) {
   check(q, k, v, k_cache, v_cache);
   check_ints(slots, at::kLong, "slots");
   check_ints(table, at::kInt, "table");
@@ -121,7 +121,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache,
                        table.const_data_ptr<int32_t>(), table.size(1), k_cache.size(1),
                        k.size(1), q.size(1) / k.size(1), q.size(2), v.size(2),
                        float(scale), float(softcap.value_or(0.0)), sinks ? logits.const_data_ptr<float>() : nullptr,
-                       {window, chunk}, const_cast<float*>(partials.const_data_ptr<float>())};
+                       {window, chunk}, const_cast<float*>(partials.const_data_ptr<float>()), matrix && kHasMatrix<T>};
     run(call, pieces, merges);
   };
   switch (q.scalar_type()) {
@@ -165,7 +165,7 @@ TORCH_LIBRARY(hf_cb, library) {
   library.def(
       "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor table, "
       "Tensor pieces, Tensor merges, Tensor partials, Tensor? sinks, float scale, int? window, int? chunk, "
-      "float? softcap) -> Tensor");
+      "float? softcap, bool matrix=False) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(hf_cb, CPU, library) {

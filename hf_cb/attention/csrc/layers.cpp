@@ -193,7 +193,7 @@ Tensor layers(const Tensor& x, const Tensor& cos, const Tensor& sin, at::TensorL
                               .view({tokens, heads + 2 * kv_heads, size});
     Tensor attended = attend(joined.narrow(1, 0, heads), joined.narrow(1, heads, kv_heads),
                              joined.narrow(1, heads + kv_heads, kv_heads), caches[2 * i], caches[2 * i + 1], slots, table, pieces,
-                             merges, partials, std::nullopt, scale, window, chunk, softcap)
+                             merges, partials, std::nullopt, scale, window, chunk, softcap, matrix)
                           .view({tokens, heads * size});
     hidden = hidden.reshape({tokens, x.size(-1)});
     const bool last = wanted && i == count - 1;

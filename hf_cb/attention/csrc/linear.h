@@ -6,12 +6,10 @@
 // a row's bits are the same in any company. (With AMX, sixteen rows and more go through oneDNN's kernels, which don't promise that.)
 #pragma once
 
-#include <ATen/native/CPUBlas.h>
-
 #include <vector>
 
+#include "matrix.h"
 #include "share.h"
-#include "simd.h"
 
 namespace hf_cb {
 
@@ -21,7 +19,6 @@ constexpr int64_t kDepthBlock = 2048;                       // steps: two panels
 constexpr int64_t kRowBlock = 96;
 constexpr int64_t kSumsOfRow = 2 * kPanel;                  // floats kept of a row between blocks of depth
 constexpr int kUnroll = 4;                                  // steps between two requests for memory
-constexpr int kMatrixRows = 16, kMostMatrixRows = 32;       // of AMX: a tile, and two
 
 enum class Activation : int64_t { kNone, kSilu, kGelu, kGeluTanh };
 
@@ -48,17 +45,6 @@ struct Step<at::BFloat16> {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
   }
 };
-#endif
-
-// Whether a weight lies as AMX takes it, and torch has a door to it.
-template <typename T>
-constexpr bool kHasMatrix = false;
-#ifdef CPUBLAS_BRGEMM_BF16BF16F32
-template <>
-inline constexpr bool kHasMatrix<at::BFloat16> = Step<at::BFloat16>::kDepth == 2;
-inline void release_matrix() { at::native::cpublas::brgemm_release(); }
-#else
-inline void release_matrix() {}
 #endif
 
 // Rows whose sums of C vectors stay in registers, beside the weights.
@@ -290,21 +276,18 @@ class Block {
       tile.finish(product_, first_ + row, panel_);
   }
 
-  // Through ATen's door to oneDNN's batch-reduce kernels; whole tiles of rows, so that a few kernels do for all.
+  // Whole tiles of rows, so that a few kernels do for all.
   void run_matrix(int64_t rows) {
-#ifdef CPUBLAS_BRGEMM_BF16BF16F32
     if constexpr (kHasMatrix<T>) {
-      for (int64_t row = 0; row < rows;) {
-        const int64_t count = rows - row >= kMostMatrixRows ? kMostMatrixRows : kMatrixRows;
-        const auto* x = reinterpret_cast<const at::BFloat16*>(product_.x) + (first_ + row) * 2 * product_.steps;
+      for (int64_t row = 0, count; row < rows; row += count) {
+        count = matrix_rows(rows - row);
+        const auto* x = product_.x + (first_ + row) * product_.steps;
         for (int i = 0; i < (two_ ? 2 : 1); ++i)
-          at::native::cpublas::brgemm(count, kPanel, 2 * product_.steps, 2 * product_.steps, kPanel, kSumsOfRow, false, x,
-                                      weights(i ? other_panel() : panel_, 0), kept_ + i * kPanel);
+          multiply_matrix(count, kPanel, product_.steps, x, product_.steps, weights(i ? other_panel() : panel_, 0), kPanel,
+                          kept_ + i * kPanel, kSumsOfRow, false);
         for (int64_t r = 0; r < count; ++r) two_ ? finish_row<4>(row + r, r) : finish_row<2>(row + r, r);
-        row += count;
       }
     }
-#endif
   }
   template <int C>
   void finish_row(int64_t row, int64_t kept) {

@@ -3,8 +3,8 @@
 
 #include <memory>
 
+#include "matrix.h"
 #include "plan.h"
-#include "simd.h"
 
 namespace hf_cb {
 
@@ -23,6 +23,7 @@ struct Call {
   const float* sinks;                      // [Hq], or null
   Visibility sees;
   float* partials;  // rows of [Dv + 2]: sums of values, maximum, sum of weights
+  bool matrix;      // whether there is AMX to use
 
   int64_t padded_value_size() const { return round_up(value_size, kLanes); }
   int64_t partial_stride() const { return value_size + 2; }
@@ -72,7 +73,7 @@ class PieceRunner {
   PieceRunner(const Call<T>& call, const Piece& piece, const Piece* following, Scratch& scratch)
       : call_(call), piece_(piece), following_(following), rows_(piece.queries * call.group), value_stride_(call.padded_value_size()) {
     const int64_t total = rows_ * (piece.head_end - piece.head_begin);
-    scratch.reset(total * (call.size + value_stride_ + 32) + kTile * (call.size + value_stride_) + kRows * kTile +
+    scratch.reset(total * (call.size + value_stride_ + 32) + kTile * (call.size + value_stride_) + kMostMatrixRows * kTile +
                   256);
     q_ = scratch.take(total * call.size);
     sums_ = scratch.take(total * value_stride_);
@@ -80,7 +81,7 @@ class PieceRunner {
     weights_ = scratch.take(total);
     keys_ = scratch.take(kTile * call.size);
     values_ = scratch.take(kTile * value_stride_);
-    scores_ = scratch.take(kRows * kTile);
+    scores_ = scratch.take(kMostMatrixRows * kTile);
     for (int64_t i = 0; i < call.size; ++i) key_rows_[i] = keys_ + i * kTile;
     std::fill_n(sums_, total * value_stride_, 0.0f);
     std::fill_n(maxima_, total, -kInfinity);
@@ -102,6 +103,7 @@ class PieceRunner {
       find_next();
       for (int64_t head = piece_.head_begin; head < piece_.head_end; ++head) attend(head);
     }
+    if (call_.matrix) release_matrix();
     for (int64_t head = piece_.head_begin; head < piece_.head_end; ++head) store(head);
   }
 
@@ -215,17 +217,25 @@ class PieceRunner {
     Ahead ahead = next_tile(head);
     transpose_keys(head, ahead);
     widen_values(head);
-    for (int64_t row = 0; row < rows_; row += kRows) {
-      const int count = int(std::min<int64_t>(kRows, rows_ - row));
+    for (int64_t row = 0, count; row < rows_; row += count) {
+      const bool by_matrix = kHasMatrix<T> && call_.matrix && (count = matrix_rows(rows_ - row));
+      if (!by_matrix) count = std::min<int64_t>(kRows, rows_ - row);
       const int first = visible(row).first, last = visible(row + count - 1).second;  // both grow with the row
       if (first >= last) continue;
       const int from = first / kLanes * kLanes, to = int(round_up(last, kLanes));
       const int64_t at = first_row(head) + row;
-      multiply<kPairs<T>>(count, q_ + at * call_.size, call_.size, key_rows_, from, to, 0, int(depth()), scores_, kTile, false,
-                          ahead);
+      const float* q = q_ + at * call_.size;
+      float* sums = sums_ + at * value_stride_;
+      const int key = first / kKeys, end = (last + kKeys - 1) / kKeys;
+      if (by_matrix)
+        multiply_matrix(count, to - from, depth(), q, call_.size, keys_ + from, kTile, scores_ + from, kTile, false);
+      else
+        multiply<kPairs<T>>(int(count), q, call_.size, key_rows_, from, to, 0, int(depth()), scores_, kTile, false, ahead);
       for (int i = 0; i < count; ++i) soften(scores_ + i * kTile, visible(row + i), from, to, at + i);
-      multiply<kPairs<T>>(count, scores_, kTile, value_rows_, 0, value_stride_, first / kKeys, (last + kKeys - 1) / kKeys,
-                          sums_ + at * value_stride_, value_stride_, true, ahead);
+      if (by_matrix)
+        multiply_matrix(count, value_stride_, end - key, scores_ + key, kTile, value_rows_[key], value_stride_, sums, value_stride_, true);
+      else
+        multiply<kPairs<T>>(int(count), scores_, kTile, value_rows_, 0, value_stride_, key, end, sums, value_stride_, true, ahead);
     }
   }
 
