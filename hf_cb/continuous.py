@@ -99,7 +99,7 @@ class ContinuousBatchingBackend(GenerationBackend):
 
     def _build(self) -> tuple[Fingerprint, Served | None, str | None]:
         with self._plain_lock:  # a plain call in flight may have switched the model's settings for its duration
-            fingerprint = Fingerprint.of(self.model)
+            fingerprint = Fingerprint.of(self.model)  # first: what changes from now on is seen by the next look
             try:
                 return fingerprint, build(self.model, self.config), None
             except UnservableError as error:
@@ -123,6 +123,8 @@ class ContinuousBatchingBackend(GenerationBackend):
             if self._is_fresh():  # another caller has done it
                 return
             logger.info("the model's modules have changed: rebuilding the twin")
+            # Nobody may take the old twin for fresh meanwhile, even if the model is changed back: it is being replaced.
+            self._fingerprint = None
             fingerprint, served, reason = self._build()
             self.engine.serve(served, reason)
-            self._fingerprint = fingerprint  # last: until then nobody may take the old twin for fresh
+            self._fingerprint = fingerprint

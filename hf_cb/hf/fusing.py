@@ -35,6 +35,7 @@ _ACTIVATIONS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {  # by their 
     3: functools.partial(nn.functional.gelu, approximate="tanh"),
 }
 _NORMS = ((0.0, False), (0.0, True), (1.0, True), (1.0, False))  # (added to the weight, whether it is rounded only at the end)
+_USUAL = ("hidden_states", "position_ids", "attention_mask", "cache_position")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -126,6 +127,12 @@ class Fused:
             pack.users.append(functools.partial(vars(module).pop, "forward", None))
 
 
+def _is_given_more(kwargs: dict[str, Any]) -> bool:
+    """Whether there are numbers among the arguments of a layer or an attention module that those usually don't get: a gate of
+    ones, say, does nothing until it is another."""
+    return any(isinstance(value, torch.Tensor | float) for name, value in kwargs.items() if name not in _USUAL)
+
+
 def _groups_by_parent(twin: nn.Module, groups: Sequence[list[nn.Module]]) -> dict[nn.Module, list[list[nn.Module]]]:
     """The groups of layers that are all children of one module, in the order of their calls."""
     parents = {child: module for module in twin.modules() for child in module.children()}
@@ -212,7 +219,7 @@ def _attention(module: nn.Module, spec: LayerSpec, first: Pack, second: Pack, ca
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     if first.packed.width != sum(heads) * spec.head_size:
         return None
-    if any(turn.shape != (1, x.shape[1], spec.head_size) or turn.dtype != x.dtype for turn in turns):
+    if any(turn.shape != (1, x.shape[1], spec.head_size) or turn.dtype != x.dtype for turn in turns) or _is_given_more(kwargs):
         return None
     short = Attention(module, spec, first, second)
     port = port_of(module)
@@ -311,6 +318,8 @@ def _layer(module: nn.Module, call: Call) -> tuple[Layer | None, list[Pack]]:
     numbers += [tensor for child in others for tensor in (*child.parameters(), *child.buffers())]
     args, kwargs = call
     if numbers or (len(norms), len(attentions), len(mlps)) != (2, 1, 1) or len(args) != 1 or "forward" in vars(module):
+        return None, []
+    if _is_given_more(kwargs):
         return None, []
     (attention,), (mlp,) = attentions, mlps
     for first, second in (norms, norms[::-1]):

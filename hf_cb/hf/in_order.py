@@ -65,13 +65,12 @@ class _Flow(Generic[T, R]):
         for _ in range(limit):
             self.room.put(None)
         self.underway: SimpleQueue[Future[R] | None] = SimpleQueue()
-        self._feeder: threading.Thread | None = None
-        self._callers: set[threading.Thread] = set()
+        self._feeder: _Thread | None = None
         _flows.add(self)
 
     def start(self) -> None:
         if self._feeder is None:
-            self._feeder = _thread(self._feed)
+            self._feeder = _Thread(self._feed, grace=_FEEDER_GRACE)
             self._feeder.start()
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ class _Flow(Generic[T, R]):
             item = next(items)
             errand = Errand(seed_at(self._seed, place))
             self._errands.add(errand)
-            _thread(self._run, future, item, errand).start()
+            _Thread(self._run, future, item, errand, grace=_GRACE).start()
         except StopIteration:
             return False
         except BaseException as error:  # no thread to be had, for one
@@ -107,8 +106,6 @@ class _Flow(Generic[T, R]):
         return True
 
     def _run(self, future: Future[R], item: T, errand: Errand) -> None:
-        caller = threading.current_thread()
-        self._callers.add(caller)
         try:
             if self._is_closed:  # else `close` is still to come, and will find this errand
                 errand.cancel()
@@ -118,33 +115,29 @@ class _Flow(Generic[T, R]):
             future.set_exception(error)
         finally:
             self._errands.discard(errand)
-            self._callers.discard(caller)
-
-    def join(self, until: float) -> None:
-        """Wait for the threads of a closed flow, but not long for one that waits for an item."""
-        for caller in list(self._callers):
-            caller.join(max(0.0, until - time.monotonic()))
-        if self._feeder is not None:
-            self._feeder.join(_FEEDER_GRACE)
 
 
-def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
-    # Daemons: at the interpreter's exit nobody waits for results that nobody will read.
-    return threading.Thread(target=target, args=args, name="hf_cb-pipeline", daemon=True)
+class _Thread(threading.Thread):
+    """A daemon: at the interpreter's exit nobody waits for results that nobody will read. `grace`: seconds that it has then."""
+
+    def __init__(self, target: Callable[..., None], *args: Any, grace: float) -> None:
+        super().__init__(target=target, args=args, name="hf_cb-pipeline", daemon=True)
+        self.grace = grace
 
 
 _flows: weakref.WeakSet[_Flow[Any, Any]] = weakref.WeakSet()
-_GRACE, _FEEDER_GRACE = 10.0, 0.5  # seconds
+_GRACE, _FEEDER_GRACE = 10.0, 0.5  # seconds: the latter waits for an item, and may do so for ever
 
 
 def _close_flows() -> None:
-    # A daemon that the interpreter's end finds in foreign code, a torch operation say, takes the process down with it.
-    flows = list(_flows)
-    for flow in flows:
+    for flow in list(_flows):
         flow.close()
-    until = time.monotonic() + _GRACE
-    for flow in flows:
-        flow.join(until)
+    # A daemon that the interpreter's end finds in foreign code, a torch operation say, takes the process down with it. That is
+    # so until its very end, long after its result was handed out: a thread frees what it was called with.
+    began = time.monotonic()
+    for thread in threading.enumerate():
+        if isinstance(thread, _Thread):
+            thread.join(max(0.0, began + thread.grace - time.monotonic()))
 
 
 atexit.register(_close_flows)

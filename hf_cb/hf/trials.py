@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError, ArithmeticError)
 """What code that is not what it seems may raise."""
-FAR = 1 << 20  # tokens: some scale by the position
+_FAR = 1 << 20  # tokens: some scale by the position
 
 
 class StandIn:
@@ -45,14 +46,25 @@ def noise(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tens
 
 
 def near_and_far(kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Arguments as they are, and with positions moved far away."""
-    return [{**kwargs}, {name: _far(value) for name, value in kwargs.items()}]
+    """Arguments as they are, and with other positions: far away, and at all distances up to there."""
+    return [{**kwargs}, *({name: _moved(value, move) for name, value in kwargs.items()} for move in (_far, _spread))]
 
 
-def _far(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64):
-        return value + FAR
-    return value
+def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return move(value) if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) else value
+
+
+def _far(positions: torch.Tensor) -> torch.Tensor:
+    return positions + _FAR
+
+
+def _spread(positions: torch.Tensor) -> torch.Tensor:
+    return spread(positions.shape[-1]).to(positions).expand(positions.shape)
+
+
+def spread(count: int, most: int = _FAR) -> torch.Tensor:
+    """Positions [count] from 0 on, ever farther apart."""
+    return torch.logspace(0, math.log2(most), count, base=2).long() - 1
 
 
 def same(one: Any, other: torch.Tensor) -> bool:

@@ -84,6 +84,7 @@ class Fingerprint:
         """Of the model as it is now: some two microseconds per module, which every call waits for."""
         modules = all_modules(model)
         offloaded = offloaded_modules(modules) if any("_hf_hook" in vars(module) for module in modules) else set()
+        places = {module: i for i, module in enumerate(modules)}
         objects: list[object] = [weakref.ref(module) for module in modules]
         state: list[object] = []
         for module in modules:
@@ -92,18 +93,18 @@ class Fingerprint:
                 objects.append(weakref.ref(forward))
             # The class's forward can be exchanged, too; and children can move from one to another.
             state += (kind, kind.forward, len(module._forward_hooks), len(module._forward_pre_hooks), forward is not None)
-            state.append(len(module._modules))
-            # Those keep books of what they have seen; and torch's own layers are what they are.
+            state.append(tuple([places.get(child) for child in list(module._modules.values()) if child is not None]))
+            # Those keep books of what they have seen; and most of torch's own layers are what they are.
             keeps_books = "rope_type" in vars(module) and rope_follows_length(module)
-            if not keeps_books and not kind.__module__.startswith("torch.nn."):
+            if not keeps_books and kind not in _WITHOUT_VALUES:
                 state += _plain_values(module, containers=module is not model)
             if module in offloaded:
                 continue
             # Buffers that the module itself replaces as it runs are not shared, and tell nothing.
-            for tensor in (*module._parameters.values(), *(() if keeps_books else module._buffers.values())):
+            for tensor in (*list(module._parameters.values()), *([] if keeps_books else list(module._buffers.values()))):
                 if tensor is not None:
                     objects.append(weakref.ref(tensor))
-                    state += (tensor.dtype, tensor.device)
+                    state += (tensor.dtype, tensor.device, tensor.shape)
         return cls(tuple(objects), tuple(state))
 
     def matches(self, other: Fingerprint) -> bool:
@@ -116,15 +117,17 @@ class Fingerprint:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _CONTAINERS = frozenset((list, tuple, set, dict))
+_MOST_VALUES = 256  # in a container
+_WITHOUT_VALUES = frozenset((nn.Linear, nn.Embedding, nn.ModuleList))
 
 
 def _plain_values(module: nn.Module, containers: bool) -> list[tuple[str, object]]:
     """The module's own numbers, switches and names; with `containers`, small lists and dicts of such too."""
-    own = [item for item in vars(module).items() if item[0] not in _OF_EVERY_MODULE]
+    own = [item for item in list(vars(module).items()) if item[0] not in _OF_EVERY_MODULE]  # others may be adding some
     values: list[tuple[str, object]] = [item for item in own if type(item[1]) in _PLAIN]
     if containers:
         for name, value in own:
-            if type(value) in _CONTAINERS and len(value) <= 16:
+            if type(value) in _CONTAINERS and len(value) <= _MOST_VALUES:
                 parts = [*value.keys(), *value.values()] if type(value) is dict else value
                 if all(type(part) in _PLAIN for part in parts):
                     values.append((name, tuple(parts)))
@@ -136,7 +139,7 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     found = {model: None}
     pending = [model]
     while pending:
-        for child in pending.pop()._modules.values():
+        for child in list(pending.pop()._modules.values()):
             if child is not None and child not in found:
                 found[child] = None
                 pending.append(child)

@@ -479,6 +479,7 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("norms, weights, biases, caches:", lambda: layers(norms=stacked.numbers()[0][1:])),
         ("norms, weights, biases, caches:", lambda: layers(weights=stacked.numbers()[1][:-1])),
         ("norms, weights, biases, caches:", lambda: layers(biases=[])),
+        ("norms, weights, biases, caches:", lambda: layers(norms=[], weights=[], biases=[], skip=6)),
         ("norms, weights, biases, caches:", lambda: layers(skip=1)),
         ("joined_width:", lambda: layers(joined_width=71)),
         ("joined_width:", lambda: layers(heads=4)),

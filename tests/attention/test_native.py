@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -232,3 +234,73 @@ def test_keys_that_weigh_nothing_before_those_that_do(hidden: int) -> None:
     out = case.attend(BACKEND)
     assert out.isfinite().all()
     torch.testing.assert_close(out, case.attend(TorchCPUBackend()), rtol=1e-5, atol=1e-5)
+
+
+# -- arguments that lead nowhere ---------------------------------------------------------------------------------------------
+
+
+def bad_calls() -> dict[str, tuple[str, Callable[[dict[str, Any]], None]]]:
+    """By name: what the message begins with, and the change."""
+
+    def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+        return lambda call: call.__setitem__(name, value(call[name]) if callable(value) else value)
+
+    def put_at(name: str, place: tuple[int, int] | int, value: int) -> Callable[[dict[str, Any]], None]:
+        def change(call: dict[str, Any]) -> None:
+            call[name] = call[name].clone()
+            call[name][place] = value
+
+        return change
+
+    def without_slots(call: dict[str, Any]) -> None:
+        call["k_cache"], call["v_cache"] = (call[name][:, :0] for name in ("k_cache", "v_cache"))
+
+    def without_blocks(call: dict[str, Any]) -> None:
+        call["k_cache"], call["v_cache"] = (call[name][:0] for name in ("k_cache", "v_cache"))
+
+    def without_tokens(call: dict[str, Any]) -> None:
+        call |= {name: call[name][:0] for name in ("q", "k", "v", "slots")}
+
+    return {
+        "no slots": ("k_cache, v_cache:", without_slots),
+        "no blocks": ("k_cache, v_cache:", without_blocks),
+        "no tokens": ("pieces, merges, partials:", without_tokens),
+        "no rows": ("pieces, merges, partials:", put("table", lambda table: table[:0])),
+        "short table": ("pieces, merges, partials:", put("table", lambda table: table[:, :1].contiguous())),
+        "a block beyond": ("table:", put_at("table", (0, 0), 10**6)),
+        "a block before": ("table:", put_at("table", (1, 0), -1)),
+        "a slot beyond": ("slots:", put_at("slots", 0, 10**9)),
+        "a slot before": ("slots:", put_at("slots", 1, -1)),
+        "another row": ("pieces, merges, partials:", put_at("pieces", (0, 0), 99)),
+        "another token": ("pieces, merges, partials:", put_at("pieces", (0, 1), 10**6)),
+        "more queries": ("pieces, merges, partials:", put_at("pieces", (0, 2), 2**31 - 1)),
+        "other heads": ("pieces, merges, partials:", put_at("pieces", (0, 5), 9)),
+        "other keys": ("pieces, merges, partials:", put_at("pieces", (0, 7), 10**6)),
+        "another partial": ("pieces, merges, partials:", put_at("pieces", (0, 8), 2**31 - 1)),
+        "no partials": ("pieces, merges, partials:", put("partials", lambda partials: partials[:0])),
+        "narrow partials": ("partials:", put("partials", lambda partials: partials[:, :-1].contiguous())),
+        "flat partials": ("partials:", put("partials", lambda partials: partials.flatten())),
+        "another merge": ("pieces, merges, partials:", put_at("merges", (0, 2), 2**31 - 1)),
+        "more splits": ("pieces, merges, partials:", put_at("merges", (0, 3), 2**31 - 1)),
+        "no window": ("window, chunk:", put("window", 0)),
+        "no chunk": ("window, chunk:", put("chunk", -5)),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_what_would_lead_out_of_memory_is_refused(name: str) -> None:
+    case = make_case(make_spec(), [(3, 20), (1, 1200)])
+    plan = torch.ops.hf_cb.plan(case.step.cu_seqlens_q, case.step.seq_lens_k, *_heads(case), case.spec.head_size, None, None)
+    call = {"q": case.q, "k": case.k, "v": case.v, "k_cache": case.kv.k, "v_cache": case.kv.v}
+    call |= {"slots": case.step.slot_mapping, "table": case.step.block_table}
+    call |= dict(zip(("pieces", "merges", "partials"), plan, strict=True))
+    call |= {"sinks": None, "scale": 1.0, "window": None, "chunk": None, "softcap": None}
+    torch.ops.hf_cb.attend(**call)
+    start, change = bad_calls()[name]
+    change(call)
+    with pytest.raises(RuntimeError, match=f"^{start}"):
+        torch.ops.hf_cb.attend(**call)
+
+
+def _heads(case: Case) -> tuple[int, int]:
+    return case.spec.num_kv_heads, case.spec.num_heads // case.spec.num_kv_heads

@@ -598,8 +598,8 @@ def test_a_gate_between_layers_that_is_shut_at_first(of_a_module: bool) -> None:
         assert not torch.equal(pair.same(PROMPT, max_new_tokens=NEW), before)
 
 
-@pytest.mark.parametrize("body", [LlamaModel, SummingModel])
-def test_a_head_of_zeros_tells_nothing_of_the_layers(body: type[LlamaModel]) -> None:
+@pytest.mark.parametrize(("body", "kinds"), [(LlamaModel, WHOLE), (SummingModel, APART)])
+def test_a_head_of_zeros_tells_nothing_of_the_layers(body: type[LlamaModel], kinds: dict[str, int]) -> None:
     """It may get its numbers later."""
 
     def change(model: Any) -> None:
@@ -609,7 +609,7 @@ def test_a_head_of_zeros_tells_nothing_of_the_layers(body: type[LlamaModel]) -> 
 
     weights = models.tiny("llama").lm_head.weight
     with both(change) as pair:
-        assert fused(pair.plain) == APART
+        assert fused(pair.plain) == kinds
         pair.same(PROMPT, max_new_tokens=NEW)
         for model in (pair.plain, pair.served):
             with torch.no_grad():
@@ -658,6 +658,24 @@ class Twin(nn.Module):
         x = self.plain(x, turns)
         return 0.5 * x + 0.5 * functional.pad(x, (0, 0, 1, 0))[:, :-1]
 
+    def quiet(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        x = self.through(self.layers[:1], x, turns)
+        return self.through(self.layers[1:], torch.where(x.abs().amax(-1, keepdim=True) < 1e-3, 10 * x, x), turns)
+
+    def rare(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        x = self.through(self.layers[:2], x, turns)
+        return self.through(self.layers[2:], torch.where((turns == 77777)[..., None], -x, x), turns)
+
+    def turned_in_place(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        x = self.through(self.layers[:2], x, turns)
+        turns.mul_(torch.where(turns > 1 << 24, 2, 1))
+        return self.through(self.layers[2:], x, turns)
+
+    def summing(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        first = self.through(self.layers[:1], x, turns)
+        last = self.through(self.layers[1:], first, turns)
+        return last + 0 * first
+
     def deaf(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         return 0 * self.plain(x, turns) + x
 
@@ -671,13 +689,17 @@ class Twin(nn.Module):
     ("body", "follows", "selects"),
     [
         ("plain", (True, True), True),
-        ("clipping", (False, True), True),
+        ("clipping", (False, False), False),
         ("skipping", (False, False), False),
+        ("quiet", (False, False), False),
+        ("rare", (False, False), False),
+        ("turned_in_place", (True, False), True),
+        ("summing", (False, False), False),
         ("turning", (True, False), True),
-        ("fading", (False, True), True),
+        ("fading", (False, False), False),
         ("looking_back", (True, True), False),
-        ("deaf", (False, False), False),
-        ("with_numbers_between", (False, False), False),
+        ("deaf", (True, True), False),
+        ("with_numbers_between", (True, False), True),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -688,6 +710,85 @@ def test_what_lies_between_and_behind_layers_is_seen(
     with torch.no_grad():
         chain = Chain.of(twin, list(twin.layers), torch.zeros(1, 9, 16, dtype=dtype), twin.run)
     assert (chain.follows, chain.selects) == (follows, selects)
+
+
+def test_tables_that_grew_in_a_trial_are_as_they_were() -> None:
+    twin = Twin("plain", torch.float32)
+    twin.register_buffer("table", torch.zeros(4))
+    twin.longest = 4  # type: ignore[assignment]
+
+    def run(ids: torch.Tensor, positions: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        if int(positions.max()) >= twin.longest:  # type: ignore[operator]
+            twin.longest = int(positions.max()) + 1  # type: ignore[assignment]
+            twin.table = torch.zeros(twin.longest)
+        return twin.run(ids, positions, indices)
+
+    with torch.no_grad():
+        chain = Chain.of(twin, list(twin.layers), torch.zeros(1, 9, 16), run)
+    assert chain == Chain((True, True), True)
+    assert (len(twin.table), twin.longest) == (4, 4)
+
+
+class OutOfReachError(Exception):
+    """A model's own."""
+
+
+class StrictModel(LlamaModel):
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        if position_ids is not None and int(position_ids.max()) >= 512:
+            raise OutOfReachError
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+
+def test_a_model_that_will_not_be_tried_is_served_as_it_is() -> None:
+    def change(model: Any) -> None:
+        model.model.__class__ = StrictModel
+
+    with both(change) as pair:
+        assert fused(pair.plain) == APART
+        pair.same(PROMPT, max_new_tokens=NEW)
+
+
+class ScaledLayer(LlamaDecoderLayer):
+    """Scaled by what its model hands to it, which is one."""
+
+    def forward(self, hidden_states: torch.Tensor, scale: Any = 1.0, **kwargs: Any) -> torch.Tensor:
+        x = hidden_states + scale * self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
+        return x + scale * self.mlp(self.post_attention_layernorm(x))
+
+
+class ScalingModel(SummingModel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for layer in self.layers:
+            layer.__class__ = ScaledLayer
+        return LlamaModel.forward(self, *args, scale=self.scale, **kwargs)
+
+
+def test_a_scale_that_is_one_at_first() -> None:
+    def change(model: Any) -> None:
+        model.model.__class__ = ScalingModel
+        model.model.scale = nn.Parameter(torch.ones(()))
+
+    with both(change) as pair:
+        assert "Layer" not in fused(pair.plain)
+        before = pair.same(PROMPT, max_new_tokens=NEW)
+        for model in (pair.plain, pair.served):
+            with torch.no_grad():
+                model.model.scale.fill_(0.1)
+        assert not torch.equal(pair.same(PROMPT, max_new_tokens=NEW), before)
+
+
+class SometimesLayer(OwnLayer):
+    """Louder at positions between those that a probe has and those that are far away."""
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return x + y * (1.0 + ((position_ids >= 200) & (position_ids < 20000))[..., None])
+
+
+def test_layers_that_do_more_at_some_positions() -> None:
+    model = models.tiny("llama")
+    part_of(model, "").__class__ = SometimesLayer
+    assert fused(model) == NO_LAYER
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

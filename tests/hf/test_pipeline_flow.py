@@ -334,3 +334,20 @@ def test_uninstalled_within_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_models_vocabulary_is_that_of_the_texts() -> None:
     assert pipe_of().model.config.vocab_size == models.VOCAB
+
+
+def test_the_interpreters_end_waits_until_threads_have_freed_what_they_had() -> None:
+    """That is the last thing they do, after their results have been read; a tensor that is freed at the end is an abort."""
+    script = """
+import os, time
+from hf_cb.hf.in_order import InOrder
+
+class Slow:
+    def __del__(self):
+        time.sleep(2)
+        os.write(1, b"freed ")
+
+list(InOrder((Slow() for _ in range(3)), lambda item: time.sleep(0.2), 3, 0))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, 3 * ["freed"], "")

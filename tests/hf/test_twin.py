@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import time
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import models
@@ -18,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_cb
+from hf_cb import continuous
 from hf_cb.hf.twin import Fingerprint, make_twin, set_attention
 
 NEW = 8
@@ -355,3 +358,46 @@ def test_the_users_storage_can_still_be_resized(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama):
         llama.generate(PROMPT, max_new_tokens=NEW)
     llama.lm_head.weight.untyped_storage().resize_(0)
+
+
+def test_a_model_that_is_changed_back_while_its_twin_is_made(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another caller, who comes then, finds the model as it was for the old twin; that one is about to go."""
+    first, second = llama.model.layers[1].mlp, copy.deepcopy(llama.model.layers[0].mlp)
+    begun, may_end = threading.Event(), threading.Event()
+    make = continuous.build
+
+    def slow(*args: Any) -> Any:
+        served = make(*args)
+        begun.set()
+        assert may_end.wait(20)
+        return served
+
+    with hf_cb.continuous_batching(llama), ThreadPoolExecutor(2) as pool:
+        want = llama.generate(PROMPT, max_new_tokens=NEW)
+        monkeypatch.setattr(continuous, "build", slow)
+        llama.model.layers[1].mlp = second
+        pool.submit(llama.generate, PROMPT, max_new_tokens=NEW)
+        assert begun.wait(20)
+        llama.model.layers[1].mlp = first
+        late = pool.submit(llama.generate, PROMPT, max_new_tokens=NEW)
+        time.sleep(0.2)  # it waits, or is wrong
+        may_end.set()
+        assert torch.equal(late.result(20), want)
+
+
+def test_a_weight_of_another_shape_and_values_of_torchs_own_layers_count(llama: PreTrainedModel) -> None:
+    mark = Fingerprint.of(llama)
+    llama.model.layers[1].mlp.down_proj.weight.data = torch.zeros(48, 32)
+    assert not mark.matches(Fingerprint.of(llama))
+    gpt2 = models.tiny("gpt2")
+    mark = Fingerprint.of(gpt2)
+    gpt2.transformer.ln_f.eps = 1.0
+    assert not mark.matches(Fingerprint.of(gpt2))
+    llama.model.flags = list(range(32))
+    mark = Fingerprint.of(llama)
+    llama.model.flags[31] = 0
+    assert not mark.matches(Fingerprint.of(llama))
+    llama.model.layers[0].mlp = llama.model.layers[2].mlp
+    mark = Fingerprint.of(llama)
+    llama.model.layers[0].mlp = llama.model.layers[1].mlp
+    assert not mark.matches(Fingerprint.of(llama))

@@ -87,10 +87,47 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_ca
   TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0), "k, v: takes as many tokens as q");
   TORCH_CHECK(k.size(1) > 0 && k.size(2) > 0 && v.size(1) == k.size(1) && v.size(2) > 0, "k, v: takes heads, as many of both");
   TORCH_CHECK(k_cache.sizes().slice(0, 2) == v_cache.sizes().slice(0, 2), "k_cache, v_cache: takes the same slots");
+  TORCH_CHECK(k_cache.size(0) > 0 && k_cache.size(1) > 0, "k_cache, v_cache: takes blocks with slots");
   TORCH_CHECK(k.sizes().slice(1) == k_cache.sizes().slice(2) && v.sizes().slice(1) == v_cache.sizes().slice(2),
               "k, v: takes the cache's heads and sizes");
   TORCH_CHECK(q.size(1) % k.size(1) == 0 && q.size(2) == k.size(2), "q: takes the keys' size, and whole groups of heads");
   TORCH_CHECK(q.size(2) <= kMaxHeadSize && v.size(2) <= kMaxHeadSize, "q, v: takes heads of at most ", kMaxHeadSize);
+}
+
+}  // namespace
+
+namespace {
+
+template <typename Int>
+void check_range(const Tensor& tensor, int64_t limit, const char* name) {
+  const Int* values = tensor.const_data_ptr<Int>();
+  Int least = 0, most = 0;
+  for (int64_t i = 0; i < tensor.numel(); ++i) least = std::min(least, values[i]), most = std::max(most, values[i]);
+  TORCH_CHECK(least >= 0 && int64_t(most) < limit, name, ": takes numbers from 0 to ", limit - 1);
+}
+
+// What `plan` made for another step, or for other heads, would lead anywhere.
+void check_plan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table, int64_t block_size, const Tensor& pieces,
+                const Tensor& merges, const Tensor& partials) {
+  const int64_t tokens = q.size(0), heads = k.size(1), group = q.size(1) / heads, room = partials.size(0);
+  const auto* piece = reinterpret_cast<const Piece*>(pieces.const_data_ptr<int32_t>());
+  bool sound = true;
+  for (int64_t i = 0; i < pieces.size(0); ++i) {
+    const Piece& own = piece[i];
+    sound &= own.row >= 0 && own.row < table.size(0) && own.token >= 0 && own.queries > 0 &&
+             int64_t(own.token) + own.queries <= tokens && own.head_begin >= 0 && own.head_begin < own.head_end &&
+             own.head_end <= heads && own.key_begin >= 0 && own.key_begin < own.key_end &&
+             own.key_end <= table.size(1) * block_size && own.position >= 0 &&
+             (own.partial < 0 || own.partial + heads * own.queries * group <= room);
+  }
+  const auto* merge = reinterpret_cast<const Merge*>(merges.const_data_ptr<int32_t>());
+  for (int64_t i = 0; i < merges.size(0); ++i) {
+    const Merge& own = merge[i];
+    sound &= own.token >= 0 && own.queries > 0 && int64_t(own.token) + own.queries <= tokens && own.partial >= 0 &&
+             own.splits > 0 && own.partial + own.splits * heads * own.queries * group <= room;
+  }
+  TORCH_CHECK(sound, "pieces, merges, partials: takes what `plan` made for this step and these heads");
+  TORCH_CHECK(partials.size(1) == v.size(2) + 2, "partials: takes what `plan` made");
 }
 
 }  // namespace
@@ -107,7 +144,12 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache,
   check_records<Piece>(pieces, "pieces");
   check_records<Merge>(merges, "merges");
   TORCH_CHECK(partials.scalar_type() == at::kFloat && partials.is_contiguous(), "partials: takes what `plan` made");
+  TORCH_CHECK(partials.dim() == 2, "partials: takes what `plan` made");
   if (sinks) TORCH_CHECK(sinks->numel() == q.size(1), "sinks: takes one for each head");
+  TORCH_CHECK(window.value_or(1) > 0 && chunk.value_or(1) > 0, "window, chunk: takes positive numbers");
+  check_range<int64_t>(slots, k_cache.size(0) * k_cache.size(1), "slots");
+  check_range<int32_t>(table, k_cache.size(0), "table");
+  check_plan(q, k, v, table, k_cache.size(1), pieces, merges, partials);
   Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
   const Tensor logits = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
   const auto serve = [&](auto zero) {

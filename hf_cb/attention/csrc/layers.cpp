@@ -177,9 +177,9 @@ Tensor layers(const Tensor& x, const Tensor& cos, const Tensor& sin, at::TensorL
               std::optional<int64_t> window, std::optional<int64_t> chunk, std::optional<double> softcap,
               const std::optional<Tensor>& wanted) {
   const int64_t count = norms.size() / 2, size = cos.size(-1), tokens = x.numel() / std::max<int64_t>(1, x.size(-1));
-  TORCH_CHECK(int64_t(norms.size()) == 2 * count && int64_t(weights.size()) == 4 * count && int64_t(biases.size()) == 4 * count &&
+  TORCH_CHECK(count > 0 && int64_t(norms.size()) == 2 * count && int64_t(weights.size()) == 4 * count && int64_t(biases.size()) == 4 * count &&
                   int64_t(caches.size()) == 2 * count,
-              "norms, weights, biases, caches: takes 2, 4, 4 and 2 for each layer");
+              "norms, weights, biases, caches: takes 2, 4, 4 and 2 for each layer, of which there are some");
   TORCH_CHECK(size > 0 && joined_width % size == 0 && heads > 0 && (joined_width / size - heads) % 2 == 0 &&
                   joined_width / size > heads,
               "joined_width: takes heads of queries, and as many of keys as of values");
