@@ -535,20 +535,41 @@ def stacks(model: nn.Module) -> list[Stack]:
     return [forward for module in twin.modules() if isinstance(forward := vars(module).get("forward"), Stack)]
 
 
-class SummingModel(LlamaModel):
-    """Its result is the sum of what all layers give."""
+class OpenModel(LlamaModel):
+    """LlamaModel with a say between its layers, and at their end."""
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
-        cache, x = kwargs.get("cache"), self.embed_tokens(input_ids)
+        cache, first = kwargs.get("cache"), self.embed_tokens(input_ids)
         if position_ids is None:
-            position_ids = torch.arange(x.shape[1])[None]
-        mask = create_causal_mask(self.config, x, attention_mask, cache, position_ids=position_ids)
-        given = {"attention_mask": mask, "position_embeddings": self.rotary_emb(x, position_ids), "cache": cache}
-        total = torch.zeros_like(x)
+            position_ids = torch.arange(first.shape[1])[None]
+        mask = create_causal_mask(self.config, first, attention_mask, cache, position_ids=position_ids)
+        given = {"attention_mask": mask, "position_embeddings": self.rotary_emb(first, position_ids), "cache": cache}
+        results = [first]
         for layer in self.layers:
-            x = layer(x, position_ids=position_ids, **given)
-            total = total + x
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(total), cache=cache)
+            results.append(self.between(layer(results[-1], position_ids=position_ids, **given), first))
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(self.end(results[1:])), cache=cache)
+
+    def between(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def end(self, results: list[torch.Tensor]) -> torch.Tensor:
+        return results[-1]
+
+
+class SummingModel(OpenModel):
+    """Its result is the sum of what all layers give."""
+
+    def end(self, results: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(results).sum(0)
+
+
+def test_layers_are_found_in_any_loop_over_them() -> None:
+    def change(model: Any) -> None:
+        model.model.__class__ = OpenModel
+
+    with both(change) as pair:
+        assert fused(pair.plain) == WHOLE
+        pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
 
 
 def test_layers_whose_results_are_looked_at_are_not_put_together() -> None:
@@ -561,22 +582,11 @@ def test_layers_whose_results_are_looked_at_are_not_put_together() -> None:
         pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
 
 
-class GatedModel(SummingModel):
-    """Adds its embeddings to what each layer is given, as much as a gate says that is shut at first."""
+class GatedModel(OpenModel):
+    """Adds its embeddings to what each layer gives, as much as a gate says that is shut at first."""
 
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
-        cache, x = kwargs.get("cache"), self.embed_tokens(input_ids)
-        if position_ids is None:
-            position_ids = torch.arange(x.shape[1])[None]
-        mask = create_causal_mask(self.config, x, attention_mask, cache, position_ids=position_ids)
-        given = {"attention_mask": mask, "position_embeddings": self.rotary_emb(x, position_ids), "cache": cache}
-        skipped = x
-        for layer in self.layers:
-            x = layer(x, position_ids=position_ids, **given) + self.gated(skipped)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), cache=cache)
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gate(x) if isinstance(self.gate, nn.Module) else self.gate * x
+    def between(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return x + (self.gate(first) if isinstance(self.gate, nn.Module) else self.gate * first)
 
 
 @pytest.mark.parametrize("of_a_module", [False, True])
@@ -757,11 +767,11 @@ class ScaledLayer(LlamaDecoderLayer):
         return x + scale * self.mlp(self.post_attention_layernorm(x))
 
 
-class ScalingModel(SummingModel):
+class ScalingModel(LlamaModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for layer in self.layers:
             layer.__class__ = ScaledLayer
-        return LlamaModel.forward(self, *args, scale=self.scale, **kwargs)
+        return super().forward(*args, scale=self.scale, **kwargs)
 
 
 def test_a_scale_that_is_one_at_first() -> None:
