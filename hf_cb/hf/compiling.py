@@ -33,7 +33,7 @@ class CompiledLayers:
         self._layers: list[nn.Module] = []
         self._forwards: list[tuple[nn.Module, Any]] = []  # of packed products, as they were
 
-    def compile(self, twin: nn.Module, attention: Sequence[nn.Module], try_out: Callable[[], None]) -> None:
+    def compile(self, twin: nn.Module, attention: Sequence[nn.Module], try_out: Callable[[], object]) -> None:
         """Compile, and run `try_out`, which raises what goes wrong; then the layers are as they were, and `reason` says why."""
         began = time.perf_counter()
         self._layers = repeated_layers(twin, attention)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.library import Library, register_fake
 
 _HANDLE = "_hf_cb_handle"
 _ids = itertools.count()
@@ -55,7 +56,7 @@ def _promise(inputs: Sequence[torch.Tensor], handle: torch.Tensor, shape: Sequen
     return inputs[0].new_empty(shape)
 
 
-_library = torch.library.Library("hf_cb_opaque", "DEF")
+_library = Library("hf_cb_opaque", "DEF")
 _library.define("call(Tensor[] inputs, Tensor handle, SymInt[] shape) -> Tensor")
 _library.impl("call", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("hf_cb_opaque::call", _promise, lib=_library)
+register_fake("hf_cb_opaque::call", _promise, lib=_library)

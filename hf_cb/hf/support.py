@@ -98,8 +98,8 @@ def examine(
             specs = tuple(_stored_in(kv_dtype, spec) for spec in observer.specs)
             backend, reason = choose_attention_backend(specs, attention_backend, block_size)
 
-            def probe() -> None:
-                _probe(twin, forward, observer, backend, rows, plain)
+            def probe() -> list[torch.Tensor]:
+                return _probe(twin, forward, observer, backend, rows, plain)
 
             probe()
             groups = group_by_input(calls)
@@ -113,8 +113,7 @@ def examine(
                 own = forward if isinstance(backend, NativeCPUBackend) else None
 
                 def probe_fused() -> None:
-                    probe()
-                    _probe_sparing(twin, forward, observer, backend, rows)
+                    _probe_sparing(twin, forward, observer, backend, rows, probe())
 
                 _fuse(lambda fused: fused.fuse(twin, groups, packs, attention, calls_seen, own), probe_fused)
             if specs != tuple(observer.specs):
@@ -158,7 +157,7 @@ def _refusal(model: nn.Module) -> str | None:
     return None
 
 
-def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], None]) -> Packs:
+def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], object]) -> Packs:
     """Packs with which the probe passes as before, else none."""
     packs = Packs()
     try:
@@ -171,7 +170,7 @@ def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], None])
     return packs
 
 
-def _fuse(fuse: Callable[[Fused], None], probe: Callable[[], None]) -> None:
+def _fuse(fuse: Callable[[Fused], None], probe: Callable[[], object]) -> None:
     """Fused modules with which the probe passes as before, else none."""
     fused = Fused()
     try:
@@ -251,8 +250,8 @@ def _probe(
     backend: AttentionBackend,
     rows: list[torch.Tensor],
     plain: list[torch.Tensor],
-) -> None:
-    """Run the rows packed and in chunks, once more beside other neighbours, and compare."""
+) -> list[torch.Tensor]:
+    """Run the rows packed and in chunks, once more beside other neighbours, and compare. The logits of each row, packed."""
     _check_layer_types(observer)
     port, block_size = _probe_port(twin, observer, observer.specs, backend)
     first, second = (row.tolist() for row in rows)
@@ -266,19 +265,23 @@ def _probe(
     # The same shapes in both runs: what differs can only have come from the neighbour.
     if not _close(beside_other[1], packed[1], half=False, rtol=1e-2 if half else 1e-4):
         raise UnservableError("packed rows see their neighbours")
+    return packed
 
 
 def _probe_sparing(
-    twin: nn.Module, forward: Forward, observer: Observer, backend: AttentionBackend, rows: list[torch.Tensor]
+    twin: nn.Module,
+    forward: Forward,
+    observer: Observer,
+    backend: AttentionBackend,
+    rows: list[torch.Tensor],
+    whole: list[torch.Tensor],
 ) -> None:
     """Ask for few logits, as a step does, and compare with what they are among all."""
     port, block_size = _probe_port(twin, observer, observer.specs, backend)
-    tokens, device = [row.tolist() for row in rows], rows[0].device
-    whole = _run_packed(forward, port, tokens, device, block_size)
-    few = _run_packed(forward, port, tokens, device, block_size, sparing=True)
+    few = _run_packed(forward, port, [row.tolist() for row in rows], rows[0].device, block_size, sparing=True)
     for own, all_of_row in zip(few, whole, strict=True):
-        ends = [min(end, len(all_of_row)) - 1 for end in accumulate(_CHUNKS)]
-        if not _close(own, all_of_row[list(dict.fromkeys(ends))], half=False, rtol=5e-2):
+        ends = dict.fromkeys(min(end, len(all_of_row)) - 1 for end in accumulate(_CHUNKS))
+        if not _close(own, all_of_row[[*ends]], half=False, rtol=5e-2):
             raise UnservableError("logits depend on which are asked for")
 
 

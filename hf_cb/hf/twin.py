@@ -84,7 +84,6 @@ class Fingerprint:
         """Of the model as it is now: some two microseconds per module, which every call waits for."""
         modules = all_modules(model)
         offloaded = offloaded_modules(modules) if any("_hf_hook" in vars(module) for module in modules) else set()
-        places = {module: i for i, module in enumerate(modules)}
         objects: list[object] = [weakref.ref(module) for module in modules]
         state: list[object] = []
         for module in modules:
@@ -93,7 +92,7 @@ class Fingerprint:
                 objects.append(weakref.ref(forward))
             # The class's forward can be exchanged, too; and children can move from one to another.
             state += (kind, kind.forward, len(module._forward_hooks), len(module._forward_pre_hooks), forward is not None)
-            state.append(tuple([places.get(child) for child in list(module._modules.values()) if child is not None]))
+            state.append(tuple([modules.get(child) for child in list(module._modules.values()) if child is not None]))
             # Those keep books of what they have seen; and most of torch's own layers are what they are.
             keeps_books = "rope_type" in vars(module) and rope_follows_length(module)
             if not keeps_books and kind not in _WITHOUT_VALUES:
@@ -134,16 +133,16 @@ def _plain_values(module: nn.Module, containers: bool) -> list[tuple[str, object
     return values
 
 
-def all_modules(model: nn.Module) -> list[nn.Module]:
-    """Those of `model.modules()`, in another order and much faster."""
-    found = {model: None}
+def all_modules(model: nn.Module) -> dict[nn.Module, int]:
+    """Those of `model.modules()`, in another order and much faster; each with its place in that."""
+    found = {model: 0}
     pending = [model]
     while pending:
         for child in list(pending.pop()._modules.values()):
             if child is not None and child not in found:
-                found[child] = None
+                found[child] = len(found)
                 pending.append(child)
-    return list(found)
+    return found
 
 
 def shared_tensors(model: nn.Module) -> list[torch.Tensor]:

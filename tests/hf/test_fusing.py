@@ -563,21 +563,26 @@ class SummingModel(OpenModel):
         return torch.stack(results).sum(0)
 
 
-def test_layers_are_found_in_any_loop_over_them() -> None:
+class OutOfReachError(Exception):
+    """A model's own."""
+
+
+class StrictModel(LlamaModel):
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        if position_ids is not None and int(position_ids.max()) >= 512:
+            raise OutOfReachError
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "kinds"), [(OpenModel, WHOLE), (SummingModel, APART), (StrictModel, APART)])
+def test_layers_in_other_models(kind: type[LlamaModel], kinds: dict[str, int]) -> None:
+    """Found in any loop over them; apart where their results are looked at, or where a model won't be tried."""
+
     def change(model: Any) -> None:
-        model.model.__class__ = OpenModel
+        model.model.__class__ = kind
 
     with both(change) as pair:
-        assert fused(pair.plain) == WHOLE
-        pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
-
-
-def test_layers_whose_results_are_looked_at_are_not_put_together() -> None:
-    def change(model: Any) -> None:
-        model.model.__class__ = SummingModel
-
-    with both(change) as pair:
-        assert fused(pair.plain) == APART
+        assert fused(pair.plain) == kinds
         pair.same(PROMPT, max_new_tokens=NEW)
         pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
 
@@ -737,26 +742,6 @@ def test_tables_that_grew_in_a_trial_are_as_they_were() -> None:
         chain = Chain.of(twin, list(twin.layers), torch.zeros(1, 9, 16), run)
     assert chain == Chain((True, True), True)
     assert (len(twin.table), twin.longest) == (4, 4)
-
-
-class OutOfReachError(Exception):
-    """A model's own."""
-
-
-class StrictModel(LlamaModel):
-    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
-        if position_ids is not None and int(position_ids.max()) >= 512:
-            raise OutOfReachError
-        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
-
-
-def test_a_model_that_will_not_be_tried_is_served_as_it_is() -> None:
-    def change(model: Any) -> None:
-        model.model.__class__ = StrictModel
-
-    with both(change) as pair:
-        assert fused(pair.plain) == APART
-        pair.same(PROMPT, max_new_tokens=NEW)
 
 
 class ScaledLayer(LlamaDecoderLayer):

@@ -135,7 +135,7 @@ void check_plan(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache, Tensor v_cache, const Tensor& slots,
               const Tensor& table, const Tensor& pieces, const Tensor& merges, const Tensor& partials,
               const std::optional<Tensor>& sinks, double scale, std::optional<int64_t> window,
-              std::optional<int64_t> chunk, std::optional<double> softcap, bool matrix) {
+              std::optional<int64_t> chunk, std::optional<double> softcap, bool matrix, bool known) {
   check(q, k, v, k_cache, v_cache);
   check_ints(slots, at::kLong, "slots");
   check_ints(table, at::kInt, "table");
@@ -147,9 +147,11 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache,
   TORCH_CHECK(partials.dim() == 2, "partials: takes what `plan` made");
   if (sinks) TORCH_CHECK(sinks->numel() == q.size(1), "sinks: takes one for each head");
   TORCH_CHECK(window.value_or(1) > 0 && chunk.value_or(1) > 0, "window, chunk: takes positive numbers");
-  check_range<int64_t>(slots, k_cache.size(0) * k_cache.size(1), "slots");
-  check_range<int32_t>(table, k_cache.size(0), "table");
-  check_plan(q, k, v, table, k_cache.size(1), pieces, merges, partials);
+  if (!known) {
+    check_range<int64_t>(slots, k_cache.size(0) * k_cache.size(1), "slots");
+    check_range<int32_t>(table, k_cache.size(0), "table");
+    check_plan(q, k, v, table, k_cache.size(1), pieces, merges, partials);
+  }
   Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
   const Tensor logits = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
   const auto serve = [&](auto zero) {
@@ -176,6 +178,13 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache,
 }
 
 namespace {
+
+Tensor attend_op(const Tensor& q, const Tensor& k, const Tensor& v, Tensor k_cache, Tensor v_cache, const Tensor& slots,
+                 const Tensor& table, const Tensor& pieces, const Tensor& merges, const Tensor& partials,
+                 const std::optional<Tensor>& sinks, double scale, std::optional<int64_t> window, std::optional<int64_t> chunk,
+                 std::optional<double> softcap, bool matrix) {
+  return attend(q, k, v, k_cache, v_cache, slots, table, pieces, merges, partials, sinks, scale, window, chunk, softcap, matrix, false);
+}
 
 // A token for each row of probs [n, vocab], from its own state [625] int32, which moves on.
 Tensor draw_all(at::TensorList states, const Tensor& probs) {
@@ -212,7 +221,7 @@ TORCH_LIBRARY(hf_cb, library) {
 
 TORCH_LIBRARY_IMPL(hf_cb, CPU, library) {
   library.impl("plan", plan);
-  library.impl("attend", attend);
+  library.impl("attend", attend_op);
   library.impl("draw", draw_all);
 }
 

@@ -191,9 +191,10 @@ Tensor layers(const Tensor& x, const Tensor& cos, const Tensor& sin, at::TensorL
     const Tensor joined = before_attention(hidden, norms[2 * i], eps, offset, late, weight[0], bias(0), joined_width, matrix, cos,
                                            sin, heads + kv_heads)
                               .view({tokens, heads + 2 * kv_heads, size});
+    const bool known = i > 0 && caches[2 * i].sizes() == caches[0].sizes() && caches[2 * i + 1].sizes() == caches[1].sizes();
     Tensor attended = attend(joined.narrow(1, 0, heads), joined.narrow(1, heads, kv_heads),
                              joined.narrow(1, heads + kv_heads, kv_heads), caches[2 * i], caches[2 * i + 1], slots, table, pieces,
-                             merges, partials, std::nullopt, scale, window, chunk, softcap, matrix)
+                             merges, partials, std::nullopt, scale, window, chunk, softcap, matrix, known)
                           .view({tokens, heads * size});
     hidden = hidden.reshape({tokens, x.size(-1)});
     const bool last = wanted && i == count - 1;
