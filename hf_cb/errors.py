@@ -75,7 +75,14 @@ class RequestTimeoutError(HFCBError, TimeoutError):
 
 
 class RequestFailedError(HFCBError, RuntimeError):
-    """The step that held this request failed; the cause is chained."""
+    """What the engine did for this request failed; the cause is chained."""
+
+
+def failure_of(request_id: int, cause: BaseException) -> RequestFailedError:
+    """The error that a request's callers get, with its cause."""
+    error = RequestFailedError(f"request {request_id} failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 class PipelineItemsError(HFCBError, RuntimeError):

@@ -86,8 +86,8 @@ class OutputQueue:
         if note.prompt_logprobs is not None:
             self.prompt_logprobs = note.prompt_logprobs
 
-    def record(self, reason: FinishReason, error: HFCBError | None = None) -> RequestRecord:
-        """What is to be told of it if it ends now. Engine thread only."""
+    def record(self, reason: FinishReason, error: HFCBError | None, at: float) -> RequestRecord:
+        """What is to be told of it if it ends so, `at` this moment of `time.perf_counter()`. Engine thread only."""
         return RequestRecord(
             request=self.request,
             finish_reason=reason,
@@ -97,7 +97,7 @@ class OutputQueue:
             submitted_at=self.submitted_at,
             admitted_at=self.admitted_at,
             first_token_at=self.first_token_at or None,
-            finished_at=time.perf_counter(),
+            finished_at=at,
         )
 
     def close(self, reason: FinishReason, error: HFCBError | None = None, at: float | None = None) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from hf_cb.core.output import Emission, SchedulerOutput, StepResult
 from hf_cb.core.scheduler import Scheduler
-from hf_cb.errors import EngineDeadError, RequestFailedError
+from hf_cb.errors import EngineDeadError
 from hf_cb.request import Request
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.lockstep import End, Lockstep, ReleaseKV
@@ -24,8 +24,8 @@ from hf_cb.stats import StepRecord
 
 logger = logging.getLogger("hf_cb")
 
-# A device error that leaves the device unusable: nothing can be retried (torch names it from 2.8 on).
-_DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError", EngineDeadError), EngineDeadError)
+DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError", EngineDeadError), EngineDeadError)
+"""Errors that leave the device unusable: nothing can be tried again (torch names it from 2.8 on)."""
 
 
 class Look(enum.Enum):
@@ -139,7 +139,7 @@ class Machinery:
     def _launch(self, output: SchedulerOutput, before: Launched | None) -> Launched | None:
         try:
             launched = self.runner.launch(output, before)
-        except _DEVICE_LOST:
+        except DEVICE_LOST:
             raise
         except Exception as error:  # it is tried again when its turn comes, in parts if need be
             logger.debug("a step could not be launched ahead of its turn", exc_info=error)
@@ -238,7 +238,7 @@ class Machinery:
     def _collect(self, launched: Launched) -> StepResult:
         try:
             return self.runner.collect(launched)
-        except _DEVICE_LOST:
+        except DEVICE_LOST:
             raise
         except Exception as error:
             output = launched.output
@@ -259,7 +259,7 @@ class Machinery:
             attempts -= 1
             try:
                 results.append(self.runner.execute(part, before) if before else self.runner.execute(part))
-            except _DEVICE_LOST:
+            except DEVICE_LOST:
                 raise
             except Exception as error:
                 if len(part.rows) > 1 and attempts > 0:
@@ -270,16 +270,6 @@ class Machinery:
                 logger.error(said, len(ids), exc_info=error, extra={"engine_request_ids": ids})
                 results.append(StepResult({}, {row.request_id: error for row in part.rows}))
         return StepResult.of_parts(results)
-
-
-def failure_of(emission: Emission) -> RequestFailedError | None:
-    """The error that a request's callers get, with its cause."""
-    cause = emission.error
-    if cause is None:
-        return None
-    error = RequestFailedError(f"request {emission.request_id} failed: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error
 
 
 def _halves(output: SchedulerOutput) -> list[SchedulerOutput]:

@@ -18,12 +18,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hf_cb.admission import QueueLimits
+from hf_cb.answers import Answers, Ending
 from hf_cb.core.output import Emission
-from hf_cb.deadlines import Deadlines, has_passed
+from hf_cb.deadlines import has_passed
 from hf_cb.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -31,12 +33,12 @@ from hf_cb.errors import (
     HFCBError,
     InvalidArgumentError,
     UnsupportedCallError,
+    failure_of,
 )
 from hf_cb.handle import OutputQueue
-from hf_cb.machinery import Machinery, failure_of
+from hf_cb.machinery import DEVICE_LOST, Machinery
 from hf_cb.request import FinishReason
 from hf_cb.stats import Meter
-from hf_cb.watch import tell_ended
 
 logger = logging.getLogger("hf_cb")
 
@@ -73,8 +75,8 @@ class Worker:
         # Lock-free, for the garbage collector: ids whose handle is gone.
         self._forgotten: deque[int] = deque()
         # The worker thread's own:
-        self._queues: dict[int, OutputQueue] = {}
-        self._deadlines = Deadlines()
+        self._answers = Answers(meter)
+        self._endings: list[Ending] = []  # of requests that are in no other place any more, or are to leave it
         _workers.add(self)
 
     # -- the door ---------------------------------------------------------------------------------------------------------
@@ -214,7 +216,6 @@ class Worker:
             self._end_all(EngineClosedError("the engine was shut down before this request ended"))
             self.machinery.end()
         except BaseException as error:
-            logger.exception("the engine died")
             self._die(error)
 
     def _await_work(self) -> bool:
@@ -229,9 +230,9 @@ class Worker:
                     self._park()
                 if self._inbox_is_ready() or self._aborts or (busy and not self._parked):
                     return True
-                if self._deadlines.is_due:
+                if self._answers.deadlines.is_due:
                     return True
-                self._changed.wait(self._deadlines.seconds_left())
+                self._changed.wait(self._answers.deadlines.seconds_left())
 
     def _park(self) -> None:
         """A pause holds: tell those who wait for it. With the lock held."""
@@ -250,99 +251,117 @@ class Worker:
     def _take_in(self) -> None:
         """Empty the inbox as far as a barrier allows, then apply the aborts.
 
-        No queue is closed under the lock: a finalizer that takes it may run on a thread that holds a queue's.
+        No queue is closed under the lock: a finalizer that takes it may run on a thread that holds a queue's. Who is to end
+        waits in `_endings` until then. So whatever is raised, a request is always where somebody ends it.
         """
-        early: list[tuple[OutputQueue, FinishReason, HFCBError | None]] = []
         with self._changed:
             while self._inbox_is_ready():
-                item = self._inbox.popleft()
+                item = self._inbox[0]
                 if isinstance(item, _Replacement):
-                    self.machinery = item.machinery
-                    self._counted = (0, 0)
-                    item.done.set()
-                    continue
-                try:
+                    self._exchange(item)
+                else:
                     self._add(item)
-                except InvalidArgumentError as refusal:
-                    # Checked against machinery that was replaced since, by one with fewer blocks; or here already.
-                    early.append((item, FinishReason.FAILED, refusal))
+                self._inbox.popleft()
             forget, self._forget = self._forget, False
             aborts, self._aborts = set(self._aborts), []
             while self._forgotten:
                 aborts.add(self._forgotten.popleft())
             for item in list(self._inbox):  # behind a barrier: the machinery has not seen it
-                reason = _ended_early(item, aborts) if isinstance(item, OutputQueue) else None
-                if isinstance(item, OutputQueue) and reason is not None:
+                if isinstance(item, OutputQueue) and (ending := _early_end(item, aborts)) is not None:
+                    self._endings.append(ending)
                     self._inbox.remove(item)
-                    early.append((item, reason, None))
         if forget:
             self.machinery.forget_prefixes()
-        for queue, finish_reason, error in early:
-            self._end(queue, finish_reason, error)
+        while self._endings:
+            self._finish(self._endings[-1])
+            self._endings.pop()
         for request_id in aborts:
-            self._finish(request_id, FinishReason.CANCELLED)
+            self._finish_if_here(request_id, FinishReason.CANCELLED)
+
+    def _exchange(self, replacement: _Replacement) -> None:
+        self.machinery = replacement.machinery
+        self._counted = (0, 0)
+        replacement.done.set()
 
     def _add(self, queue: OutputQueue) -> None:
+        """Let the machinery know a request. What that raises ends this one alone: also InvalidArgumentError, where it was
+        checked against machinery that was replaced since, by one with fewer blocks."""
         request = queue.request
-        self.machinery.add(request)
-        self._queues[request.request_id] = queue
-        self._meter.prompt_tokens += len(request.prompt)
-        self._deadlines.add(queue)
+        if request.request_id in self._answers:
+            refusal = InvalidArgumentError(f"request: takes one that is not here yet; got {request.request_id} again")
+            self._endings.append(Ending(queue, FinishReason.FAILED, refusal))
+            return
+        try:
+            self._answers.open(queue)
+            self.machinery.add(request)
+        except BaseException as error:
+            self._endings.append(self._blame(queue, error))
 
     def _expire(self) -> None:
-        for request_id, is_for_admission in self._deadlines.due():
+        for request_id, is_for_admission in self._answers.deadlines.due():
             if not is_for_admission:
-                self._finish(request_id, FinishReason.TIMEOUT)
-            elif request_id in self._queues and self._queues[request_id].admitted_at is None:
+                self._finish_if_here(request_id, FinishReason.TIMEOUT)
+            elif (queue := self._answers.get(request_id)) is not None and queue.admitted_at is None:
                 scheduler = self.machinery.scheduler
                 error = self._limits.never_admitted(request_id, scheduler.num_waiting, scheduler.num_running)
-                self._finish(request_id, FinishReason.TIMEOUT, error)
+                self._finish(Ending(queue, FinishReason.TIMEOUT, error))
 
-    def _finish(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
-        """End a request that the scheduler has not ended itself, and give its blocks back."""
-        if request_id in self._queues:
-            self.machinery.scheduler.abort(request_id, reason)
-            self._close_queue(request_id, reason, error)
+    def _finish_if_here(self, request_id: int, reason: FinishReason) -> None:
+        queue = self._answers.get(request_id)
+        if queue is not None:
+            self._finish(Ending(queue, reason))
 
-    def _close_queue(self, request_id: int, reason: FinishReason, error: HFCBError | None = None) -> None:
-        self.machinery.runner.remove(request_id)
-        self._deadlines.forget(request_id)
-        self._end(self._queues.pop(request_id), reason, error)
+    def _finish(self, ending: Ending) -> None:
+        """End a request and give its blocks back. What raises twice is the engine's end: nobody knows then who holds which
+        blocks."""
+        try:
+            self._release(ending)
+        except BaseException as error:
+            self._release(self._blame(ending.queue, error))
 
-    def _end(self, queue: OutputQueue, reason: FinishReason, error: HFCBError | None = None) -> None:
-        """Answer a request. The books come first: who has an answer finds it in them."""
-        record = queue.record(reason, error)
-        self._meter.add_request(record)
-        if queue.watched:
-            tell_ended(queue.watched, record)
-        queue.close(reason, error, record.finished_at)
+    def _release(self, ending: Ending) -> None:
+        request_id = ending.queue.request.request_id
+        if self._answers.get(request_id) is ending.queue:
+            self.machinery.scheduler.abort(request_id, ending.reason)
+            self.machinery.runner.remove(request_id)
+        self._answers.close(ending)
+
+    def _blame(self, queue: OutputQueue, error: BaseException) -> Ending:
+        """How a request ends of what was raised for it. A lost device is everybody's affair, and is raised again."""
+        if isinstance(error, DEVICE_LOST):
+            raise error
+        request_id = queue.request.request_id
+        if not isinstance(error, HFCBError):
+            logger.error("request %d failed; the engine goes on", request_id, exc_info=error)
+            error = failure_of(request_id, error)
+        return Ending(queue, FinishReason.FAILED, error)
 
     def _step(self) -> None:
         outcome = self.machinery.step(ahead=not self._pauses)  # a pause waits for what is underway
         now = time.perf_counter()
         self._meter.add(outcome.record)
         self._count_preemptions()
-        for request_id, num_tokens, admitted_at in outcome.admitted:
-            queue = self._queues[request_id]
-            queue.admitted_at, queue.num_cached_tokens = admitted_at, num_tokens
-            self._meter.add_admission(admitted_at - queue.submitted_at, len(queue.request.prompt), num_tokens)
+        for admission in outcome.admitted:
+            self._tell(admission.request_id, self._answers.admit, admission)
         for emission in outcome.emissions:
-            self._emit(emission, now)
+            self._tell(emission.request_id, self._emit, emission, now)
 
-    def _emit(self, emission: Emission, now: float) -> None:
-        queue = self._queues[emission.request_id]
-        if emission.token is not None:
-            if queue.tokens:
-                self._meter.add_next_token(now - queue.last_token_at)
-            else:
-                self._meter.add_first_token(now - queue.submitted_at)
-            queue.put(emission.token, emission.note, now)
-        if emission.best is not None:
-            self._meter.add_first_token(now - queue.submitted_at)
-            self._meter.output_tokens += len(emission.best)
-            queue.settle(emission.best, now)
-        if emission.finish_reason is not None:
-            self._close_queue(emission.request_id, emission.finish_reason, failure_of(emission))
+    def _tell(self, request_id: int, tell: Callable[..., None], *what: Any) -> None:
+        """Let a request know what came of a step. What that raises is the end of this one alone."""
+        queue = self._answers.get(request_id)
+        if queue is None:  # it has failed at the line before
+            return
+        try:
+            tell(queue, *what)
+        except BaseException as error:
+            self._finish(self._blame(queue, error))
+
+    def _emit(self, queue: OutputQueue, emission: Emission, now: float) -> None:
+        self._answers.give(queue, emission, now)
+        if emission.finish_reason is not None:  # the scheduler has ended it already
+            cause = emission.error
+            error = None if cause is None else failure_of(emission.request_id, cause)
+            self._release(Ending(queue, emission.finish_reason, error))
 
     def _count_preemptions(self) -> None:
         """By what is new since the last time: a scheduler's own counts end with it."""
@@ -360,24 +379,31 @@ class Worker:
             self._changed.notify_all()
         error = EngineDeadError(f"the engine died: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
-        self._end_all(error)
-        self.machinery.end(str(error))
+        with contextlib.ExitStack() as last:  # all three, the last one first, whatever one of them raises
+            last.callback(logger.error, "the engine died", exc_info=cause)
+            last.callback(self.machinery.end, str(error))
+            last.callback(self._end_all, error)
 
     def _end_all(self, error: HFCBError) -> None:
         """Answer everybody. Nothing can come in any more: the door is closed before this is called."""
         with self._changed:
-            waiting = list(self._inbox)
-            self._inbox.clear()
-        for item in waiting:
-            if isinstance(item, _Replacement):
-                item.done.set()
-            else:
-                self._end(item, FinishReason.FAILED, error)
-        for request_id, queue in list(self._queues.items()):
-            if not isinstance(error, EngineDeadError):
-                self.machinery.scheduler.abort(request_id, FinishReason.FAILED)
-            self._end(queue, FinishReason.FAILED, error)
-        self._queues.clear()
+            replacements = [item for item in self._inbox if isinstance(item, _Replacement)]
+            queues = [item for item in self._inbox if isinstance(item, OutputQueue)]
+        queues += [*(ending.queue for ending in self._endings), *self._answers]
+        for replacement in replacements:
+            replacement.done.set()
+        failures = [raised for queue in queues if (raised := self._raised_by_end(queue, error)) is not None]
+        if failures:
+            raise failures[0]
+
+    def _raised_by_end(self, queue: OutputQueue, error: HFCBError) -> BaseException | None:
+        """Answer one of them. What that raises is returned: it must not keep the others from their answer."""
+        end = self._answers.close if isinstance(error, EngineDeadError) else self._release  # a dead one's scheduler is no use
+        try:
+            end(Ending(queue, FinishReason.FAILED, error))
+        except BaseException as raised:
+            return raised
+        return None
 
     def after_fork_in_child(self) -> None:
         """The thread did not come along. Whoever waits here, or will, gets an error rather than a hang."""
@@ -386,16 +412,16 @@ class Worker:
             "this process was forked from the one that runs the engine; uninstall and install again in the child"
         )
         self._thread = None
-        queues = [*self._queues.values(), *(item for item in self._inbox if isinstance(item, OutputQueue))]
-        for queue in queues:
+        for queue in [*self._answers, *(item for item in self._inbox if isinstance(item, OutputQueue))]:
             queue.reset_lock_after_fork()
             queue.close(FinishReason.FAILED, EngineDeadError(str(self._dead)))
 
 
-def _ended_early(queue: OutputQueue, aborts: set[int]) -> FinishReason | None:
+def _early_end(queue: OutputQueue, aborts: set[int]) -> Ending | None:
+    """The end of a request that no machinery has seen, or None."""
     if queue.request.request_id in aborts:
-        return FinishReason.CANCELLED
-    return FinishReason.TIMEOUT if has_passed(queue) else None
+        return Ending(queue, FinishReason.CANCELLED)
+    return Ending(queue, FinishReason.TIMEOUT) if has_passed(queue) else None
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()

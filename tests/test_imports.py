@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "machinery": {"errors", "request", "core.output", "core.scheduler", "runtime", "stats"},
     "deadlines": {"handle"},
     "shared_look": set(),
-    "worker": {"errors", "admission", "deadlines", "request", "core.output", "machinery", "handle", "stats", "watch"},
+    "answers": {"errors", "deadlines", "request", "core.output", "machinery", "handle", "stats", "watch"},
+    "worker": {"errors", "admission", "answers", "deadlines", "request", "core.output", "machinery", "handle", "stats"},
     "engine": {
         *("errors", "config", "admission", "request", "runtime"),
         *("handle", "stats", "watch", "options", "machinery", "worker"),

@@ -135,8 +135,8 @@ class Scheduler:
         if request.request_id in self._sequences:
             raise InvalidArgumentError(f"request: takes one that is not here yet; got {request.request_id} again")
         seq = Sequence(request, next(self._arrivals), time.monotonic())
+        self._policy.enqueue(seq)  # first: it may be the user's own, and raise
         self._sequences[request.request_id] = seq
-        self._policy.enqueue(seq)
 
     def abort(self, request_id: int, reason: FinishReason) -> bool:
         """End a sequence now, whatever it is doing, and free its blocks. False if it is not here, or not any more.

@@ -103,4 +103,4 @@ def test_deadlines_of_requests_that_ended_are_not_kept(llama: PreTrainedModel) -
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
         for _ in range(5):
             engine.generate_batch([[3, 4]] * 60, max_new_tokens=1, timeout=3600)
-        assert len(engine._worker._deadlines._heap) < 100
+        assert len(engine._worker._answers.deadlines._heap) < 100
