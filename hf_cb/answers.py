@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hf_cb.core.output import Emission
 from hf_cb.deadlines import Deadlines
-from hf_cb.errors import HFCBError
+from hf_cb.errors import HFCBError, InvalidArgumentError
 from hf_cb.handle import OutputQueue
 from hf_cb.machinery import Admission
 from hf_cb.request import FinishReason
@@ -33,9 +33,6 @@ class Answers:
         self._meter = meter
         self._queues: dict[int, OutputQueue] = {}
 
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._queues
-
     def __iter__(self) -> Iterator[OutputQueue]:
         return iter(list(self._queues.values()))
 
@@ -44,8 +41,11 @@ class Answers:
         return self._queues.get(request_id)
 
     def open(self, queue: OutputQueue) -> None:
-        """Take charge of a request that came in."""
-        self._queues[queue.request.request_id] = queue
+        """Take charge of a request that came in. Raises InvalidArgumentError for one that is in here already."""
+        request_id = queue.request.request_id
+        if request_id in self._queues:
+            raise InvalidArgumentError(f"request: takes one that is not here yet; got {request_id} again")
+        self._queues[request_id] = queue
         self._meter.prompt_tokens += len(queue.request.prompt)
         self.deadlines.add(queue)
 

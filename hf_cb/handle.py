@@ -105,11 +105,11 @@ class OutputQueue:
         with self._changed:
             if self.finish_reason is not None:
                 return
+            self._changed.notify_all()  # they look when the lock is free; first, so that what raises here can be done again
+            self._wake_tasks()
             self._error = error
             self.finished_at = time.perf_counter() if at is None else at
             self.finish_reason = reason
-            self._changed.notify_all()
-            self._wake_tasks()
 
     def reset_lock_after_fork(self) -> None:
         """In a forked child the lock may be held by a thread that no longer exists."""

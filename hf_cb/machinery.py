@@ -10,22 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from hf_cb.core.output import Emission, SchedulerOutput, StepResult
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import EngineDeadError
 from hf_cb.request import Request
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.lockstep import End, Lockstep, ReleaseKV
-from hf_cb.runtime.model_runner import Launched, ModelRunner
+from hf_cb.runtime.model_runner import DEVICE_LOST, Launched, ModelRunner, given_up
 from hf_cb.runtime.swap_space import SwapSpace
 from hf_cb.stats import StepRecord
 
 logger = logging.getLogger("hf_cb")
-
-DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError", EngineDeadError), EngineDeadError)
-"""Errors that leave the device unusable: nothing can be tried again (torch names it from 2.8 on)."""
 
 
 class Look(enum.Enum):
@@ -153,7 +148,7 @@ class Machinery:
             result = self._execute(scheduler.still_here(output), flight.before)
             scheduler.advance(output)
         else:
-            result = self._collect(flight.launched)
+            result = self.runner.collect(flight.launched)
         ended = time.perf_counter()
         # What is underway at the same time counts once.
         scheduler.observe(output, ended - max(flight.computing, self._idle_since))
@@ -235,16 +230,6 @@ class Machinery:
         assert self.swap_space is not None  # or the scheduler would have no host blocks to give
         return self.swap_space
 
-    def _collect(self, launched: Launched) -> StepResult:
-        try:
-            return self.runner.collect(launched)
-        except DEVICE_LOST:
-            raise
-        except Exception as error:
-            output = launched.output
-            logger.error("a step of %d sequences failed; they end, the engine goes on", len(output.rows), exc_info=error)
-            return StepResult({}, {row.request_id: error for row in output.rows})
-
     def _execute(self, output: SchedulerOutput, before: Launched | None) -> StepResult:
         """Compute the rows; where that fails, half of them at a time, until those to blame are found.
 
@@ -258,17 +243,15 @@ class Machinery:
             part = parts.pop()
             attempts -= 1
             try:
-                results.append(self.runner.execute(part, before) if before else self.runner.execute(part))
+                result = self.runner.execute(part, before) if before else self.runner.execute(part)
             except DEVICE_LOST:
                 raise
             except Exception as error:
                 if len(part.rows) > 1 and attempts > 0:
                     parts += _halves(part)
                     continue
-                ids = [row.request_id for row in part.rows]
-                said = "a step of %d sequences failed; they end, the engine goes on"
-                logger.error(said, len(ids), exc_info=error, extra={"engine_request_ids": ids})
-                results.append(StepResult({}, {row.request_id: error for row in part.rows}))
+                result = given_up(part, error)
+            results.append(result)
         return StepResult.of_parts(results)
 
 

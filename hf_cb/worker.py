@@ -31,13 +31,13 @@ from hf_cb.errors import (
     EngineDeadError,
     EngineOverloadedError,
     HFCBError,
-    InvalidArgumentError,
     UnsupportedCallError,
     failure_of,
 )
 from hf_cb.handle import OutputQueue
-from hf_cb.machinery import DEVICE_LOST, Machinery
+from hf_cb.machinery import Machinery
 from hf_cb.request import FinishReason
+from hf_cb.runtime.model_runner import DEVICE_LOST
 from hf_cb.stats import Meter
 
 logger = logging.getLogger("hf_cb")
@@ -273,10 +273,11 @@ class Worker:
         if forget:
             self.machinery.forget_prefixes()
         while self._endings:
-            self._finish(self._endings[-1])
+            ending = self._endings[-1]
+            self._for_one(ending.queue, self._end, ending.reason, ending.error)
             self._endings.pop()
         for request_id in aborts:
-            self._finish_if_here(request_id, FinishReason.CANCELLED)
+            self._for_one(self._answers.get(request_id), self._end, FinishReason.CANCELLED)
 
     def _exchange(self, replacement: _Replacement) -> None:
         self.machinery = replacement.machinery
@@ -286,45 +287,48 @@ class Worker:
     def _add(self, queue: OutputQueue) -> None:
         """Let the machinery know a request. What that raises ends this one alone: also InvalidArgumentError, where it was
         checked against machinery that was replaced since, by one with fewer blocks."""
-        request = queue.request
-        if request.request_id in self._answers:
-            refusal = InvalidArgumentError(f"request: takes one that is not here yet; got {request.request_id} again")
-            self._endings.append(Ending(queue, FinishReason.FAILED, refusal))
-            return
         try:
             self._answers.open(queue)
-            self.machinery.add(request)
+            self.machinery.add(queue.request)
         except BaseException as error:
             self._endings.append(self._blame(queue, error))
 
     def _expire(self) -> None:
         for request_id, is_for_admission in self._answers.deadlines.due():
-            if not is_for_admission:
-                self._finish_if_here(request_id, FinishReason.TIMEOUT)
-            elif (queue := self._answers.get(request_id)) is not None and queue.admitted_at is None:
-                scheduler = self.machinery.scheduler
-                error = self._limits.never_admitted(request_id, scheduler.num_waiting, scheduler.num_running)
-                self._finish(Ending(queue, FinishReason.TIMEOUT, error))
+            self._for_one(self._answers.get(request_id), self._expire_one, is_for_admission)
 
-    def _finish_if_here(self, request_id: int, reason: FinishReason) -> None:
-        queue = self._answers.get(request_id)
-        if queue is not None:
-            self._finish(Ending(queue, reason))
+    def _expire_one(self, queue: OutputQueue, is_for_admission: bool) -> None:
+        if not is_for_admission:
+            self._end(queue, FinishReason.TIMEOUT)
+        elif queue.admitted_at is None:
+            scheduler = self.machinery.scheduler
+            waiting, running = scheduler.num_waiting, scheduler.num_running
+            error = self._limits.never_admitted(queue.request.request_id, waiting, running)
+            self._end(queue, FinishReason.TIMEOUT, error)
 
-    def _finish(self, ending: Ending) -> None:
-        """End a request and give its blocks back. What raises twice is the engine's end: nobody knows then who holds which
-        blocks."""
+    def _for_one(self, queue: OutputQueue | None, act: Callable[..., None], *arguments: Any) -> None:
+        """Do something for one request, None: for one that has ended. What that raises ends this one alone.
+
+        If its end raises too, the engine dies: nobody knows then who holds which blocks.
+        """
+        if queue is None:
+            return
         try:
-            self._release(ending)
+            act(queue, *arguments)
         except BaseException as error:
-            self._release(self._blame(ending.queue, error))
+            ending = self._blame(queue, error)
+            try:
+                self._end(queue, ending.reason, ending.error)
+            except BaseException as another:
+                raise error from another  # what it all began with
 
-    def _release(self, ending: Ending) -> None:
-        request_id = ending.queue.request.request_id
-        if self._answers.get(request_id) is ending.queue:
-            self.machinery.scheduler.abort(request_id, ending.reason)
+    def _end(self, queue: OutputQueue, reason: FinishReason, error: HFCBError | None = None) -> None:
+        """Give a request's blocks back, if the scheduler has not ended it itself, and answer it."""
+        request_id = queue.request.request_id
+        if self._answers.get(request_id) is queue:
+            self.machinery.scheduler.abort(request_id, reason)
             self.machinery.runner.remove(request_id)
-        self._answers.close(ending)
+        self._answers.close(Ending(queue, reason, error))
 
     def _blame(self, queue: OutputQueue, error: BaseException) -> Ending:
         """How a request ends of what was raised for it. A lost device is everybody's affair, and is raised again."""
@@ -342,26 +346,16 @@ class Worker:
         self._meter.add(outcome.record)
         self._count_preemptions()
         for admission in outcome.admitted:
-            self._tell(admission.request_id, self._answers.admit, admission)
+            self._for_one(self._answers.get(admission.request_id), self._answers.admit, admission)
         for emission in outcome.emissions:
-            self._tell(emission.request_id, self._emit, emission, now)
-
-    def _tell(self, request_id: int, tell: Callable[..., None], *what: Any) -> None:
-        """Let a request know what came of a step. What that raises is the end of this one alone."""
-        queue = self._answers.get(request_id)
-        if queue is None:  # it has failed at the line before
-            return
-        try:
-            tell(queue, *what)
-        except BaseException as error:
-            self._finish(self._blame(queue, error))
+            self._for_one(self._answers.get(emission.request_id), self._emit, emission, now)
 
     def _emit(self, queue: OutputQueue, emission: Emission, now: float) -> None:
         self._answers.give(queue, emission, now)
-        if emission.finish_reason is not None:  # the scheduler has ended it already
+        if emission.finish_reason is not None:
             cause = emission.error
             error = None if cause is None else failure_of(emission.request_id, cause)
-            self._release(Ending(queue, emission.finish_reason, error))
+            self._end(queue, emission.finish_reason, error)
 
     def _count_preemptions(self) -> None:
         """By what is new since the last time: a scheduler's own counts end with it."""
@@ -398,9 +392,11 @@ class Worker:
 
     def _raised_by_end(self, queue: OutputQueue, error: HFCBError) -> BaseException | None:
         """Answer one of them. What that raises is returned: it must not keep the others from their answer."""
-        end = self._answers.close if isinstance(error, EngineDeadError) else self._release  # a dead one's scheduler is no use
         try:
-            end(Ending(queue, FinishReason.FAILED, error))
+            if isinstance(error, EngineDeadError):  # its scheduler is not to be trusted
+                self._answers.close(Ending(queue, FinishReason.FAILED, error))
+            else:
+                self._end(queue, FinishReason.FAILED, error)
         except BaseException as raised:
             return raised
         return None

@@ -33,6 +33,10 @@ THREAD_NAME = "hf_cb-engine"
 GRACE = 5.0  # seconds in which what was told to end must have ended
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-requests", type=int, default=500, help="requests of the soak with faults")
+
+
 @pytest.fixture
 def llama() -> PreTrainedModel:
     """A sensitive tiny Llama, float32, of the test's own: it may change it."""

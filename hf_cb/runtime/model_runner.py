@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_cb.core.output import SchedulerOutput, StepResult
+from hf_cb.errors import EngineDeadError
 from hf_cb.request import Choice, Request, TokenNote
 from hf_cb.runtime.beams import Beams
 from hf_cb.runtime.graphs import DecodeGraphs
@@ -19,6 +21,11 @@ from hf_cb.runtime.logprobs import PromptLogprobs
 from hf_cb.runtime.port import AttentionPort
 from hf_cb.runtime.sampler import Draft, RowState, accept, choose
 from hf_cb.runtime.streams import Download, Streams, streams_of
+
+logger = logging.getLogger("hf_cb")
+
+DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError", EngineDeadError), EngineDeadError)
+"""Errors that leave the device unusable: nothing can be tried again (torch names it from 2.8 on)."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(input_ids [1, T], position_ids [1, T], logits_indices [n]) -> logits [n, vocab]."""
@@ -94,13 +101,14 @@ class ModelRunner:
         )
 
     def execute(self, output: SchedulerOutput, before: Launched | None = None) -> StepResult:
-        """Compute the step. On an exception nothing has been sampled: the same output may be executed again."""
+        """Compute the step. After an exception the same output may be executed again, in parts too."""
         return self.collect(self.launch(output, before))
 
     def launch(self, output: SchedulerOutput, before: Launched | None = None) -> Launched:
         """Hand the step to the device; if it `can_wait`, without waiting for that.
 
-        `before`: the step before, where this one has tokens of it that are UNKNOWN. On an exception nothing has been sampled.
+        `before`: the step before, where this one has tokens of it that are UNKNOWN. After an exception it may be tried again:
+        a row that had been sampled for already has its error then, in the place of a second draw.
         """
         with torch.inference_mode():
             wanted = {key: prompt.wanted for key, prompt in self._prompts.items()}
@@ -117,7 +125,7 @@ class ModelRunner:
             return self._draft(output, batch, logits, time.perf_counter() - began)
 
     def _draft(self, output: SchedulerOutput, batch: InputBatch, logits: torch.Tensor, seconds: float) -> Launched:
-        """Let the device choose a token for each row that samples and is not a beam. Last: what may fail has to fail before,
+        """Let the device choose a token for each row that samples and is not a beam. Last: what may fail should fail before,
         since a draw that is made is gone."""
         errors = self._note_prompts(batch, logits)
         ids, own = batch.sampling_ids, logits[: len(batch.sampling_ids)]
@@ -125,6 +133,9 @@ class ModelRunner:
             rest = [i for i, key in enumerate(ids) if key in self._rows]
             ids, own = tuple(ids[i] for i in rest), own[rest]
         rows = [self._rows[request_id] for request_id in ids]
+        ends = {row.request_id: row.start + len(row.token_ids) for row in output.rows if row.samples}
+        for request_id, state in zip(ids, rows, strict=True):
+            state.num_sampled = ends[request_id] - state.num_prompt_tokens
         if not ids:
             return Launched(output, batch, logits, ids, rows, None, self._streams.download(), errors, seconds)
         draft = choose(own, rows)
@@ -132,7 +143,16 @@ class ModelRunner:
         return Launched(output, batch, logits, ids, rows, draft, arriving, errors, seconds)
 
     def collect(self, launched: Launched) -> StepResult:
-        """What came of a step. Waits for it."""
+        """What came of a step. Waits for it. Raises for a lost device alone. What else fails ends the rows: by now a step can't
+        be computed again."""
+        try:
+            return self._collect(launched)
+        except DEVICE_LOST:
+            raise
+        except Exception as error:
+            return given_up(launched.output, error)
+
+    def _collect(self, launched: Launched) -> StepResult:
         with torch.inference_mode():
             began = time.perf_counter()
             arrived = launched.arriving.wait()
@@ -209,6 +229,14 @@ class ModelRunner:
             raise
         finally:
             self._port.end()
+
+
+def given_up(output: SchedulerOutput, error: Exception) -> StepResult:
+    """The result of a step that failed for good: all of its rows end with the error."""
+    ids = [row.request_id for row in output.rows]
+    said = "a step of %d sequences failed; they end, the engine goes on"
+    logger.error(said, len(ids), exc_info=error, extra={"engine_request_ids": ids})
+    return StepResult({}, dict.fromkeys(ids, error))
 
 
 def _these(positions: range) -> Wanted:

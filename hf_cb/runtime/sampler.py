@@ -22,13 +22,19 @@ from hf_cb.runtime.warpers import SeenTokens, bias, forbid, penalise_presence, p
 
 @dataclass(slots=True)
 class RowState:
-    """What sampling keeps of a request between steps. It moves only when a token is sampled: preemption cannot disturb it."""
+    """What sampling keeps of a request between steps. It moves only when a token is sampled: preemption cannot disturb it.
+
+    `num_sampled`: output tokens before the next one. `num_asked`: those for which its rules, or its source of chance, have
+    been asked: one more, if a step failed after that. They can't be asked for the same token again.
+    """
 
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
     rules: RowRules | None = field(default=None, repr=False)
     logprobs: int | None = None  # how many of the most probable tokens to report
     num_sampled: int = 0
+    num_asked: int = 0
     draws: Draws | None = field(default=None, repr=False)
     seen: SeenTokens | None = field(default=None, repr=False)  # in prompt and output
     produced: SeenTokens | None = field(default=None, repr=False)  # in the output alone
@@ -40,7 +46,16 @@ class RowState:
         source = draws(params.seed, device) if params.do_sample else None
         seen = SeenTokens(request.prompt) if params.repetition_penalty != 1.0 else None
         produced = SeenTokens() if params.frequency_penalty or params.presence_penalty else None
-        return cls(params, tuple(sorted(request.eos_token_ids)), request.rules, request.logprobs, 0, source, seen, produced)
+        return cls(
+            params,
+            tuple(sorted(request.eos_token_ids)),
+            len(request.prompt),
+            request.rules,
+            request.logprobs,
+            draws=source,
+            seen=seen,
+            produced=produced,
+        )
 
     def forbidden(self) -> list[int]:
         """The ids that cannot come now, whatever the model says."""
@@ -96,20 +111,27 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
 
 def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Draft:
     """The part of `sample` that goes to the device. Unless a row `needs_host`, nothing in it waits for that."""
-    errors: dict[int, BaseException] = {}
+    errors: dict[int, BaseException] = {i: _twice() for i, row in enumerate(rows) if row.num_asked > row.num_sampled}
     scores = _process(logits, rows, errors)
     tokens, has_nan = _best(scores, logits)
     drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors]
     if drawing:
         index = to_device(drawing, torch.int64, scores.device)
         warped = warp(scores.index_select(0, index).float(), [rows[i].params for i in drawing])
-        tokens.index_copy_(0, index, draw_all([_source(rows[i]) for i in drawing], warped.softmax(dim=-1)))
+        drawn = draw_all([_source(rows[i]) for i in drawing], warped.softmax(dim=-1))
+        for i in drawing:
+            rows[i].num_asked = rows[i].num_sampled + 1
+        tokens.index_copy_(0, index, drawn)
         for j, i in enumerate(drawing):
             if rows[i].rules is not None:
                 scores[i] = warped[j]
     for row in rows:
         row.num_sampled += 1
     return Draft(tokens, has_nan, errors, logits, scores)
+
+
+def _twice() -> RuntimeError:
+    return RuntimeError("a step failed after a token had been drawn for it, and can't draw the same one again")
 
 
 def accept(draft: Draft, rows: Sequence[RowState], tokens: list[int]) -> Sampled:
@@ -170,11 +192,12 @@ def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, B
     penalties = [(i, row.params.repetition_penalty, row.seen) for i, row in enumerate(rows) if row.seen is not None]
     present = [(i, row.params, row.produced) for i, row in enumerate(rows) if row.produced is not None]
     forbidden = [(i, ids) for i, row in enumerate(rows) if (ids := row.forbidden())]
-    ruled = [i for i, row in enumerate(rows) if row.rules is not None]
+    ruled = [i for i, row in enumerate(rows) if row.rules is not None and i not in errors]
     if not (biased or penalties or present or forbidden or ruled):
         return logits if logits.dtype.itemsize <= 4 else logits.float()
     scores = logits.to(torch.float32, copy=True)
     for i in ruled:
+        rows[i].num_asked = rows[i].num_sampled + 1
         _apply_rules(i, rows[i].rules, scores, errors)
     bias(scores, biased)
     penalise_repetition(scores, penalties)
