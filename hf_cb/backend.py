@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import Pipeline, PreTrainedModel
 
+from hf_cb.blocking import holding
 from hf_cb.config import CBConfig
 from hf_cb.engine import Engine
 from hf_cb.errors import NotInstalledError
@@ -78,7 +79,7 @@ class GenerationBackend(abc.ABC):
         if (tokenizer := arguments.get("tokenizer")) is not None:
             with tokenizing():  # others may be using it, and this call can't be made to wait for the lock where it does
                 arguments = {**arguments, "tokenizer": copy.deepcopy(tokenizer)}
-        with self._plain_lock:
+        with holding(self._plain_lock):
             if (own := errand.current()) is not None:
                 own.check()
                 seed = own.seed if seed is None else seed

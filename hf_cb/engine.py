@@ -209,11 +209,12 @@ class Engine:
         try:
             if worker is None:
                 raise EngineClosedError("the engine takes no more requests")
+            handles = [GenerationHandle(queue, worker) for queue in queues]  # first: whatever is raised from here on cancels
             worker.submit(queues)
         except EngineClosedError:
             self.served()  # if it is not the engine that was closed, but its model that can't be served any more: says so
             raise
-        return [GenerationHandle(queue, worker) for queue in queues]
+        return handles
 
     # -- operation --------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_cb.admission import QueueLimits
+from hf_cb.blocking import block
 from hf_cb.core.output import Emission
 from hf_cb.deadlines import Deadlines, has_passed
 from hf_cb.errors import (
@@ -137,7 +138,7 @@ class Worker:
                 return
             self._inbox.append(_Replacement(machinery, done))
             self._changed.notify_all()
-        done.wait()
+        block(done.wait)
         with self._changed:
             self._check_open()
 
@@ -153,13 +154,16 @@ class Worker:
                 if self._thread is None:
                     self._park()
                 self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: (self._parked and not self._release_kv) or self._thread is None or self._closing or self._dead
-                )
+                block(lambda seconds: self._changed.wait_for(self._is_still, seconds))
                 self._check_open()  # one that was closed meanwhile may go on with steps to its end
             except BaseException:  # Ctrl-C too: nobody would undo this pause
                 self.resume()
                 raise
+
+    def _is_still(self) -> bool:
+        """Whether nobody has to wait for a pause any more."""
+        is_parked = self._parked and not self._release_kv
+        return is_parked or self._thread is None or self._closing is not None or self._dead is not None
 
     def resume(self) -> None:
         """Undo one `pause`."""
@@ -189,7 +193,7 @@ class Worker:
         if thread is None:
             self.machinery.end()
         elif thread is not threading.current_thread():
-            thread.join(timeout)
+            block(lambda seconds: (thread.join(seconds), not thread.is_alive())[1], timeout)
 
     def _check_open(self) -> None:
         if self._dead is not None:

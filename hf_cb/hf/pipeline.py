@@ -13,6 +13,7 @@ import functools
 import itertools
 import operator
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from transformers import Pipeline, PreTrainedModel
 from transformers.pipelines.base import ChunkPipeline, no_collate_fn, pad_collate_fn
 from transformers.pipelines.pt_utils import PipelineIterator
 
+from hf_cb.blocking import holding
 from hf_cb.errors import PipelineItemsError
 from hf_cb.hf import errand
 from hf_cb.hf.in_order import InOrder
@@ -114,7 +116,7 @@ class ServedPipeline(Pipeline):
 
         def forward(items: list[Any]) -> list[Any]:
             # Uninstalled meanwhile: plain generate, of which one call at a time is safe.
-            turn = contextlib.nullcontext() if server_of(self.model) is server else _plain_turn
+            turn = contextlib.nullcontext() if server_of(self.model) is server else holding(_plain_turn)
             with turn:
                 return list(PipelineIterator([collate(items)], self.forward, forward_params, loader_batch_size=batch_size))
 
@@ -215,19 +217,27 @@ class Iteration:
         limit = work.batches_in_flight()
         seed = draw_seed()  # always: the plain pipeline's loader takes a number from torch's generator too
         self._in_order = InOrder(batches, work.answer, limit, seed) if limit > 1 else None
-        self._outputs = itertools.chain.from_iterable(self._in_order or map(work.answer, batches))
+        self._answers: Iterator[list[Any]] = self._in_order or map(work.answer, batches)
+        self._outcomes: deque[Any] = deque()
         self._finish = work.finish
 
     def __iter__(self) -> Iteration:
         return self
 
     def __next__(self) -> Any:
-        outcome = next(self._outputs)
+        while not self._outcomes:
+            self._outcomes.extend(next(self._answers))
+        outcome = self._outcomes.popleft()
         if not isinstance(outcome, _Failed):
             outcome = _attempt(self._finish, outcome)
         if isinstance(outcome, _Failed):
             raise outcome.error
         return outcome
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether what the latest `next` raised is no item's error, but was thrown into the thread that waited."""
+        return self._in_order is not None and self._in_order.was_interrupted
 
     def close(self) -> None:
         """Cancel what is underway. What is dropped is closed by itself."""
@@ -245,12 +255,12 @@ def _all(inputs: list[Any], work: _Work) -> list[Any]:
             outcomes.append(next(results))
         except StopIteration:
             break
-        except Exception as error:
+        except BaseException as error:
+            if results.was_interrupted or not isinstance(error, Exception):  # Ctrl-C
+                results.close()
+                raise
             errors[len(outcomes)] = error
             outcomes.append(error)
-        except BaseException:  # Ctrl-C
-            results.close()
-            raise
     if errors:
         raise PipelineItemsError(outcomes, errors) from next(iter(errors.values()))
     return outcomes
