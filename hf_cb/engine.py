@@ -106,6 +106,8 @@ class Engine:
         Raises InvalidArgumentError, RequestTooLongError, EngineOverloadedError, UnsupportedModelError, EngineClosedError or
         EngineDeadError; if it does not raise, the handle resolves exactly once.
         """
+        if "samples" in options:
+            raise InvalidArgumentError("samples: submit gives one handle; submit_batch([input_ids], samples=...) gives as many")
         self._follow_model()
         return self.submit_batch([input_ids], **options)[0]
 
