@@ -87,7 +87,10 @@ def examine(
     if forward is None:
         raise UnservableError("its forward takes no position_ids")
     embeddings: Any = twin.get_input_embeddings()  # type: ignore[operator]
-    vocab_size, device = embeddings.weight.shape[0], device_of(embeddings)
+    try:  # it need not be torch's: adapters wrap it, and compute its weight from several
+        vocab_size, device = int(embeddings.weight.shape[0]), device_of(embeddings)
+    except (AttributeError, IndexError, StopIteration) as error:
+        raise UnservableError(f"its input embedding is a {type(embeddings).__name__}, which has no weight to tell its size") from error
     longest = min(_LONGEST_PROBE, _max_positions(twin) or _LONGEST_PROBE)
     rows = _probe_rows(vocab_size, longest, device)
     try:
