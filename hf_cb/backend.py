@@ -93,13 +93,19 @@ class GenerationBackend(abc.ABC):
         """The model's own `generate`, unlocked."""
         return self._own_generate or plain_generate(self.model)
 
-    def restore(self) -> None:
-        """Make `vars(model)` what it was before the installation."""
+    def restore(self, installed: object) -> GenerationBackend:
+        """Make `vars(model)` what it was before `installed` was put there, unless somebody has put something in its place since.
+
+        Returns what stands behind `installed` from now on: plain generate, for whoever wrapped it.
+        """
         attributes = vars(self.model)
-        if self._own_generate is None:
+        if attributes.get("generate") is installed:
             del attributes["generate"]
-        else:
-            attributes["generate"] = self._own_generate
+            if self._own_generate is not None:
+                attributes["generate"] = self._own_generate
+        plain = SerializedBackend(self.model, self.config)
+        plain._own_generate = self._own_generate
+        return plain
 
 
 class SerializedBackend(GenerationBackend):

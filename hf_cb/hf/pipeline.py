@@ -45,9 +45,11 @@ class Server(Protocol):
 
 
 def model_of(target: Any) -> Any:
-    """The transformers model in a pipeline or in a PeftModel; anything else as it is."""
+    """The transformers model in a pipeline, in a PeftModel or in what torch.compile makes of one; anything else as it is."""
     if isinstance(target, Pipeline):
         return model_of(target.model)
+    if isinstance(target, nn.Module) and (compiled := target._modules.get("_orig_mod")) is not None:
+        return model_of(compiled)
     if isinstance(target, nn.Module) and not isinstance(target, PreTrainedModel):
         base = getattr(target, "get_base_model", None)  # as PEFT names it
         return base() if callable(base) else target
@@ -57,12 +59,14 @@ def model_of(target: Any) -> Any:
 def serve_pipeline(pipe: Pipeline, server_of: Callable[[Any], Server | None]) -> None:
     """Let the pipeline's calls share batches wherever its model has a server."""
     restore_pipeline(pipe)  # its model may be another one now
-    pipe.__class__ = _served(type(pipe), server_of)
+    if not isinstance(pipe, ServedPipeline):
+        pipe.__class__ = _served(type(pipe), server_of)
 
 
 def restore_pipeline(pipe: Pipeline) -> None:
-    """Give the pipeline its own class back."""
-    if isinstance(pipe, ServedPipeline):
+    """Give the pipeline its own class back. One that somebody has derived from the installed class since stays; without a server
+    it does what the pipeline's own does."""
+    if isinstance(pipe, ServedPipeline) and "own_class" in vars(type(pipe)):
         pipe.__class__ = _own_class(pipe)  # type: ignore[assignment]
 
 
