@@ -94,7 +94,7 @@ class GenerationBackend(abc.ABC):
         return self._own_generate or plain_generate(self.model)
 
     def restore(self, installed: object) -> GenerationBackend:
-        """Make `vars(model)` what it was before `installed` was put there, unless somebody has put something in its place since.
+        """Make `vars(model)` what it was before `installed` was put there, unless somebody has put something in its place.
 
         Returns what stands behind `installed` from now on: plain generate, for whoever wrapped it.
         """

@@ -1,7 +1,7 @@
 """A request's output: the queue that the engine fills, and the handle that its caller holds.
 
-A caller that waits for the end is woken once; one that streams is woken at each token; one that has not asked for anything costs
-the engine an append.
+A caller that waits for the end is woken once; one that streams is woken at each token; one that has not asked for anything
+costs the engine an append.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -193,7 +194,7 @@ class Worker:
         if thread is None:
             self.machinery.end()
         elif thread is not threading.current_thread():
-            block(lambda seconds: (thread.join(seconds), not thread.is_alive())[1], timeout)
+            block(functools.partial(_join, thread), timeout)
 
     def _check_open(self) -> None:
         if self._dead is not None:
@@ -400,6 +401,11 @@ def _ended_early(queue: OutputQueue, aborts: set[int]) -> FinishReason | None:
     if queue.request.request_id in aborts:
         return FinishReason.CANCELLED
     return FinishReason.TIMEOUT if has_passed(queue) else None
+
+
+def _join(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -64,8 +64,8 @@ def serve_pipeline(pipe: Pipeline, server_of: Callable[[Any], Server | None]) ->
 
 
 def restore_pipeline(pipe: Pipeline) -> None:
-    """Give the pipeline its own class back. One that somebody has derived from the installed class since stays; without a server
-    it does what the pipeline's own does."""
+    """Give the pipeline its own class back. One that somebody has derived from the installed class since stays: without a
+    server it does what the pipeline's own does."""
     if isinstance(pipe, ServedPipeline) and "own_class" in vars(type(pipe)):
         pipe.__class__ = _own_class(pipe)  # type: ignore[assignment]
 
