@@ -1,6 +1,6 @@
 """What a call costs beside the model: `python -m benchmarks.call_cost [--calls 300]`.
 
-One caller, one prompt of eight tokens, one new token, no prefix cache: of each call's time what the model took is taken off. The
+One caller, one prompt of eight tokens, one new token, no prefix cache: the time that the model took is taken off each. The
 rest is the seam (transformers' own preamble is most of it), the look at the model, the queue and two changes of thread.
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import Pipeline, PreTrainedModel
 
+from hf_cb.blocking import holding
 from hf_cb.config import CBConfig
 from hf_cb.engine import Engine
 from hf_cb.errors import NotInstalledError
@@ -78,7 +79,7 @@ class GenerationBackend(abc.ABC):
         if (tokenizer := arguments.get("tokenizer")) is not None:
             with tokenizing():  # others may be using it, and this call can't be made to wait for the lock where it does
                 arguments = {**arguments, "tokenizer": copy.deepcopy(tokenizer)}
-        with self._plain_lock:
+        with holding(self._plain_lock):
             if (own := errand.current()) is not None:
                 own.check()
                 seed = own.seed if seed is None else seed
@@ -92,13 +93,19 @@ class GenerationBackend(abc.ABC):
         """The model's own `generate`, unlocked."""
         return self._own_generate or plain_generate(self.model)
 
-    def restore(self) -> None:
-        """Make `vars(model)` what it was before the installation."""
+    def restore(self, installed: object) -> GenerationBackend:
+        """Make `vars(model)` what it was before `installed` was put there, unless somebody has put something in its place.
+
+        Returns what stands behind `installed` from now on: plain generate, for whoever wrapped it.
+        """
         attributes = vars(self.model)
-        if self._own_generate is None:
+        if attributes.get("generate") is installed:
             del attributes["generate"]
-        else:
-            attributes["generate"] = self._own_generate
+            if self._own_generate is not None:
+                attributes["generate"] = self._own_generate
+        plain = SerializedBackend(self.model, self.config)
+        plain._own_generate = self._own_generate
+        return plain
 
 
 class SerializedBackend(GenerationBackend):

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_cb.backend import GenerationBackend, plain_generate
+from hf_cb.blocking import holding
 from hf_cb.config import CBConfig
 from hf_cb.engine import Engine, Served
 from hf_cb.errors import EngineClosedError, UnsupportedCallError, UnsupportedModelError
@@ -98,7 +99,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         return min(_ROWS_IN_FLIGHT, 2 * config.max_batch_size, self.config.max_queue_size or _ROWS_IN_FLIGHT)
 
     def _build(self) -> tuple[Fingerprint, Served | None, str | None]:
-        with self._plain_lock:  # a plain call in flight may have switched the model's settings for its duration
+        with holding(self._plain_lock):  # a plain call in flight may have switched the model's settings for its duration
             fingerprint = Fingerprint.of(self.model)  # first: what changes from now on is seen by the next look
             try:
                 return fingerprint, build(self.model, self.config), None
@@ -119,7 +120,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         """Rebuild the twin if the model has changed in a way that sharing weights does not follow."""
         if self._is_fresh():
             return
-        with self._freshness_lock:
+        with holding(self._freshness_lock):  # that one rebuilds, and the rest wait
             if self._is_fresh():  # another caller has done it
                 return
             logger.info("the model's modules have changed: rebuilding the twin")

@@ -106,6 +106,8 @@ class Engine:
         Raises InvalidArgumentError, RequestTooLongError, EngineOverloadedError, UnsupportedModelError, EngineClosedError or
         EngineDeadError; if it does not raise, the handle resolves exactly once.
         """
+        if "samples" in options:
+            raise InvalidArgumentError("samples: submit gives one handle; submit_batch([input_ids], samples=...) gives as many")
         self._follow_model()
         return self.submit_batch([input_ids], **options)[0]
 
@@ -209,11 +211,12 @@ class Engine:
         try:
             if worker is None:
                 raise EngineClosedError("the engine takes no more requests")
+            handles = [GenerationHandle(queue, worker) for queue in queues]  # first: whatever is raised from here on cancels
             worker.submit(queues)
         except EngineClosedError:
             self.served()  # if it is not the engine that was closed, but its model that can't be served any more: says so
             raise
-        return [GenerationHandle(queue, worker) for queue in queues]
+        return handles
 
     # -- operation --------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A request's output: the queue that the engine fills, and the handle that its caller holds.
 
-Nobody polls. A caller that waits for the end is woken once; one that streams is woken at each token; one that has not asked for
-anything costs the engine an append.
+A caller that waits for the end is woken once; one that streams is woken at each token; one that has not asked for anything
+costs the engine an append.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hf_cb.blocking import block
 from hf_cb.errors import HFCBError, InvalidArgumentError, RequestCancelledError, RequestTimeoutError
 from hf_cb.request import FinishReason, Request, TokenLogprobs, TokenNote
 from hf_cb.stats import RequestRecord
@@ -57,13 +58,13 @@ class OutputQueue:
         self.submitted_at = time.perf_counter()
         self.first_token_at = self.last_token_at = self.finished_at = 0.0
         self._error: HFCBError | None = None
-        self._changed = threading.Condition()
+        self._make_lock()
         self._streaming = 0  # threads that wait for the next token rather than for the end
         self._tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     def put(self, token: int, note: TokenNote | None = None, at: float | None = None) -> None:
         """Append a token, which came `at` this moment of `time.perf_counter()`; None: now. Engine thread only."""
-        with self._changed:
+        with self._lock:
             if note is not None:
                 self._keep(note)
             self.last_token_at = time.perf_counter() if at is None else at
@@ -76,7 +77,7 @@ class OutputQueue:
 
     def settle(self, tokens: Sequence[int], at: float) -> None:
         """Take all tokens at once: those of the best beam of a search that has ended. Engine thread only."""
-        with self._changed:
+        with self._lock:
             self.first_token_at = self.last_token_at = at
             self.tokens.extend(tokens)
 
@@ -102,7 +103,7 @@ class OutputQueue:
 
     def close(self, reason: FinishReason, error: HFCBError | None = None, at: float | None = None) -> None:
         """End it, `at` this moment of `time.perf_counter()`; None: now. The first call counts, later ones change nothing."""
-        with self._changed:
+        with self._lock:
             if self.finish_reason is not None:
                 return
             self._changed.notify_all()  # they look when the lock is free; first, so that what raises here can be done again
@@ -113,8 +114,14 @@ class OutputQueue:
 
     def reset_lock_after_fork(self) -> None:
         """In a forked child the lock may be held by a thread that no longer exists."""
-        self._changed = threading.Condition()
+        self._make_lock()
         self._tasks = []
+
+    def _make_lock(self) -> None:
+        # A caller's thread takes the lock, not the condition, whose methods are Python's: an exception that is thrown into the
+        # thread could end one between the lock and the `with` block, and leave it locked for the engine.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def _wake_tasks(self) -> None:
         for loop, future in self._tasks:
@@ -128,19 +135,17 @@ class OutputQueue:
 
     def wait(self, have: int | None = None, timeout: float | None = None) -> bool:
         """Block until there are more than `have` tokens (None: until the end), or it ended. False when the timeout ran out."""
-        with self._changed:
-            if have is None:
-                return self._changed.wait_for(lambda: self._ready(None), timeout)
-            self._streaming += 1
+        with self._lock:
+            self._streaming += have is not None
             try:
-                return self._changed.wait_for(lambda: self._ready(have), timeout)
+                return block(lambda seconds: self._changed.wait_for(lambda: self._ready(have), seconds), timeout)
             finally:
-                self._streaming -= 1
+                self._streaming -= have is not None
 
     async def wait_async(self, have: int | None = None) -> None:
         """The same in an event loop, without a thread."""
         while True:
-            with self._changed:
+            with self._lock:
                 if self._ready(have):
                     return
                 loop = asyncio.get_running_loop()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
+import operator
 import os
 import threading
 import weakref
@@ -15,7 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import Pipeline, PreTrainedModel
 
-from hf_cb.backend import GenerationBackend, SerializedBackend, plain_generate
+from hf_cb.backend import GenerationBackend, SerializedBackend
 from hf_cb.config import CBConfig
 from hf_cb.continuous import ContinuousBatchingBackend
 from hf_cb.engine import Engine
@@ -62,11 +64,8 @@ class _Generate:
         vars(self).pop("__wrapped__")  # a bound method: it would hold the model
         self.backend = backend
         self._model = weakref.ref(model)
+        self._is_retired = False
         self.__signature__ = inspect.signature(backend.original)
-
-    def is_of(self, model: Any) -> bool:
-        """False for a shallow copy of the model, which has the same attributes."""
-        return self._model() is model
 
     def __call__(
         self,
@@ -82,14 +81,28 @@ class _Generate:
         service = make_service({"priority": priority, "tenant": tenant, "cache_salt": cache_salt, "timeout": timeout})
         return self.backend.generate(arguments, None if seed is None else check_seed(seed), service)
 
+    def retire(self) -> GenerationBackend | None:
+        """Undo the installation and answer plainly from now on. Returns the backend that did; None: it was undone already."""
+        model, backend = self._model(), self.backend
+        if self._is_retired:
+            return None
+        self._is_retired = True
+        if model is not None:
+            _installed.pop(model, None)
+            self.backend = backend.restore(self)
+        return backend
+
+    # A copied model generates plainly, with its own weights, and can be loaded where this package is not.
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copied model generates plainly, with its own weights: this backend serves the original.
-        model = self._model()
-        return plain_generate(memo.get(id(model), model))
+        return copy.deepcopy(self.backend.original, memo)
 
     def __reduce__(self) -> Any:
-        return plain_generate, (self.backend.model,)
+        return operator.itemgetter(0), ((self.backend.original,),)
 
+
+# By the model, not by its attribute, which others may wrap. Weak: a generate that nobody can call any more is not installed.
+_installed: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[_Generate]] = weakref.WeakKeyDictionary()
 
 _install_lock = threading.Lock()
 
@@ -129,9 +142,11 @@ def install(
         if made is not None and not (joins and type(made) is cls):
             raise AlreadyInstalledError("model: it has a generation backend already; uninstall(model) takes it away")
         if made is None:
+            _drop_retired(target)
             made = cls(target, settings)
             made.attach()
-            vars(target)["generate"] = _Generate(target, made)
+            vars(target)["generate"] = generate = _Generate(target, made)
+            _installed[target] = weakref.ref(generate)
         if pipe is not None:
             serve_pipeline(pipe, installed_backend)
             made.pipelines.add(pipe)
@@ -142,17 +157,30 @@ def install(
 def uninstall(model: PreTrainedModel | Pipeline | nn.Module) -> None:
     """Take the backend away: requests in flight are finished, then `vars(model)` is what it was. Raises NotInstalledError.
 
-    From a pipeline too, and from all pipelines of the same model.
+    From a pipeline too, and from all pipelines of the same model. If somebody has wrapped `model.generate` since, the wrapper
+    stays, and what it calls is plain generate.
     """
+    if not _undo(_installed_generate(model)):
+        raise NotInstalledError("model: it has no generation backend")
+
+
+def _undo(generate: _Generate | None) -> bool:
+    """False: there was nothing to undo."""
     with _install_lock:
-        backend = installed_backend(model)
+        backend = None if generate is None else generate.retire()
         if backend is None:
-            raise NotInstalledError("model: it has no generation backend")
-        backend.restore()
+            return False
         for pipe in list(backend.pipelines):
             if installed_backend(pipe) is None:  # one may have got another model, which is installed too
                 restore_pipeline(pipe)
     backend.detach()
+    return True
+
+
+def _drop_retired(model: PreTrainedModel) -> None:
+    """Who wrapped an installed generate may have put it back after it was uninstalled."""
+    if isinstance(left := vars(model).get("generate"), _Generate) and left._model() is model:
+        left.backend.restore(left)
 
 
 @contextlib.contextmanager
@@ -164,10 +192,11 @@ def continuous_batching(
         raise InvalidArgumentError("backend: continuous_batching is one; install(model, backend=...) takes others")
     engine = install(model, config, backend="continuous_batching", **options)
     assert engine is not None
+    generate = _installed_generate(model)  # held: whatever is put in its place inside, and into the pipeline
     try:
         yield engine
     finally:
-        uninstall(model)
+        _undo(generate)
 
 
 def get_engine(model: PreTrainedModel | Pipeline | nn.Module) -> Engine | None:
@@ -180,6 +209,11 @@ def get_engine(model: PreTrainedModel | Pipeline | nn.Module) -> Engine | None:
 
 def installed_backend(model: Any) -> GenerationBackend | None:
     """The backend behind the generate of this model, or of the model in this pipeline or PeftModel, or None."""
+    generate = _installed_generate(model)
+    return None if generate is None else generate.backend
+
+
+def _installed_generate(model: Any) -> _Generate | None:
     model = model_of(model)
-    attribute = getattr(model, "__dict__", {}).get("generate")
-    return attribute.backend if isinstance(attribute, _Generate) and attribute.is_of(model) else None
+    found = _installed.get(model) if isinstance(model, PreTrainedModel) else None
+    return None if found is None else found()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import reprlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -94,14 +95,28 @@ def tokenids_of(input_ids: Any) -> tuple[int, ...]:
     """The ids of one prompt, from a sequence or a tensor of shape [n] or [1, n], n >= 1."""
     ids = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-        raise InvalidArgumentError(f"input_ids: takes token ids; got {type(input_ids).__name__}")
-    if len(ids) == 1 and isinstance(ids[0], Sequence):
+        raise InvalidArgumentError(f"input_ids: takes one prompt's token ids; got {_named(input_ids)}")
+    if len(ids) == 1 and isinstance(ids[0], Sequence) and not isinstance(ids[0], str):
         ids = ids[0]
     if not ids:
         raise InvalidArgumentError("input_ids: takes at least one token; got an empty prompt")
     if not all(map(_is_int, ids)):
-        raise InvalidArgumentError("input_ids: takes one prompt of integer token ids")
+        raise InvalidArgumentError(f"input_ids: takes one prompt's token ids, which are integers; got {_named(ids)}")
     return tuple(map(int, ids))
+
+
+def _named(prompt: Any) -> str:
+    """What was given for token ids, and what to pass instead."""
+    kind = type(prompt).__name__
+    if isinstance(prompt, Mapping):
+        return f"a {kind}: pass its ['input_ids']"
+    if isinstance(prompt, str):
+        return "a string: pass tokenizer(text)['input_ids']"
+    if isinstance(prompt, Sequence) and any(isinstance(part, str) for part in prompt):
+        return "strings: pass tokenizer(text)['input_ids'], several prompts to submit_batch"
+    if isinstance(prompt, Sequence) and len(prompt) > 1 and all(isinstance(part, Sequence) for part in prompt):
+        return f"{len(prompt)} rows: submit_batch takes several prompts"
+    return reprlib.repr(prompt) if isinstance(prompt, Sequence) else kind
 
 
 def _default_new_tokens(num_prompt_tokens: int, defaults: Defaults) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -24,6 +25,7 @@ from typing import Any
 
 from hf_cb.admission import QueueLimits
 from hf_cb.answers import Answers, Ending
+from hf_cb.blocking import block
 from hf_cb.core.output import Emission
 from hf_cb.deadlines import has_passed
 from hf_cb.errors import (
@@ -139,7 +141,7 @@ class Worker:
                 return
             self._inbox.append(_Replacement(machinery, done))
             self._changed.notify_all()
-        done.wait()
+        block(done.wait)
         with self._changed:
             self._check_open()
 
@@ -155,13 +157,16 @@ class Worker:
                 if self._thread is None:
                     self._park()
                 self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: (self._parked and not self._release_kv) or self._thread is None or self._closing or self._dead
-                )
+                block(lambda seconds: self._changed.wait_for(self._is_still, seconds))
                 self._check_open()  # one that was closed meanwhile may go on with steps to its end
             except BaseException:  # Ctrl-C too: nobody would undo this pause
                 self.resume()
                 raise
+
+    def _is_still(self) -> bool:
+        """Whether nobody has to wait for a pause any more."""
+        is_parked = self._parked and not self._release_kv
+        return is_parked or self._thread is None or self._closing is not None or self._dead is not None
 
     def resume(self) -> None:
         """Undo one `pause`."""
@@ -191,7 +196,7 @@ class Worker:
         if thread is None:
             self.machinery.end()
         elif thread is not threading.current_thread():
-            thread.join(timeout)
+            block(functools.partial(_join, thread), timeout)
 
     def _check_open(self) -> None:
         if self._dead is not None:
@@ -418,6 +423,11 @@ def _early_end(queue: OutputQueue, aborts: set[int]) -> Ending | None:
     if queue.request.request_id in aborts:
         return Ending(queue, FinishReason.CANCELLED)
     return Ending(queue, FinishReason.TIMEOUT) if has_passed(queue) else None
+
+
+def _join(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()

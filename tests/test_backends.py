@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
@@ -108,6 +110,71 @@ def test_a_scope_ends_with_an_error_too(llama: PreTrainedModel) -> None:
     assert "generate" not in vars(llama)
     with pytest.raises(hf_cb.EngineClosedError):
         engines[0].submit(PROMPT, max_new_tokens=NEW)
+
+
+# -- generate wrapped by somebody, as tracers do ---------------------------------------------------------------------------
+
+
+def wrap(model: PreTrainedModel) -> list[int]:
+    """Returns the list in which the wrapper counts."""
+    inner, calls = model.generate, []
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls))
+        return inner(*args, **kwargs)
+
+    model.generate = traced
+    return calls
+
+
+def test_a_wrapped_generate(llama: PreTrainedModel) -> None:
+    want = plain(llama)
+    engine = hf_cb.install(llama)
+    installed = llama.generate
+    calls = wrap(llama)
+    wrapper = vars(llama)["generate"]
+    assert hf_cb.get_engine(llama) is engine
+    with pytest.raises(hf_cb.AlreadyInstalledError):
+        hf_cb.install(llama)
+    assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)
+    assert engine.stats().output_tokens == NEW
+    cache = weakref.ref(engine._worker.machinery.cache)
+    hf_cb.uninstall(llama)
+    assert vars(llama)["generate"] is wrapper  # the user's
+    assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)
+    assert engine.stats().output_tokens == NEW
+    assert len(calls) == 2
+    with pytest.raises(hf_cb.NotInstalledError):
+        hf_cb.get_engine(llama)
+    del engine
+    gc.collect()
+    assert cache() is None  # the wrapper keeps nothing of the engine
+    llama.generate = installed  # the tracer leaves
+    with hf_cb.continuous_batching(llama) as engine:
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)
+        assert engine.stats().native_calls == {}
+    assert "generate" not in vars(llama)
+
+
+def test_a_scope_in_which_generate_was_wrapped(llama: PreTrainedModel) -> None:
+    def fail_inside() -> None:
+        with hf_cb.continuous_batching(llama):
+            wrap(llama)
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail_inside()
+    assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), plain(llama))
+    own = vars(llama)["generate"]
+    with hf_cb.continuous_batching(llama) as engine:  # round a wrapper that was there before
+        llama.generate = lambda *args, **kwargs: "another one"  # in the place of what was installed
+        assert hf_cb.get_engine(llama) is engine
+    assert llama.generate() == "another one"
+    assert not engine.is_open
+    del llama.generate
+    with hf_cb.continuous_batching(llama) as engine:
+        hf_cb.uninstall(llama)
+    assert own(PROMPT, max_new_tokens=NEW).shape == (1, PROMPT.shape[1] + NEW)
 
 
 def test_after_shutdown(llama: PreTrainedModel) -> None:

@@ -105,6 +105,8 @@ class Observer:
             raise UnservableLayerError("an attention layer is not causal")
         if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
             raise UnservableLayerError("an attention layer reshapes the packed tokens")
+        if torch.is_autocast_enabled(query.device.type):  # the probe itself runs without
+            raise UnservableLayerError("its forward runs under autocast (mixed precision, as accelerate's prepare sets it up)")
         scale = kwargs.get("scaling")
         self.modules.append(module)
         self.specs.append(

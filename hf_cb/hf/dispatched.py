@@ -7,6 +7,7 @@ known here by their attributes, since accelerate need not be installed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,9 +31,10 @@ def is_dispatched(model: nn.Module) -> bool:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module with a weight runs, wherever the weight is meanwhile."""
-    devices = [hook.execution_device for hook in _hooks(module) if hook.execution_device is not None]
-    return torch.device(devices[0]) if devices else module.get_parameter("weight").device
+    """Where a module with weights, or with parts that have them, runs, wherever those are meanwhile."""
+    devices = [hook.execution_device for part in module.modules() for hook in _hooks(part)]
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((torch.device(device) for device in devices if device is not None), None) or next(tensors).device
 
 
 def offloaded_modules(modules: Iterable[nn.Module]) -> set[nn.Module]:

@@ -249,12 +249,12 @@ def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any]) -> O
 def _run(
     engine: Engine, call: Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
 ) -> Any:
-    handles = engine.submit_all(requests)
-    if (own_errand := errand.current()) is not None:
-        own_errand.hold(handles)
     pad = call.config._pad_token_tensor
     pad_token = int(pad) if pad is not None else 0
+    handles = engine.submit_all(requests)
     try:
+        if (own_errand := errand.current()) is not None:
+            own_errand.hold(handles)
         if streamer is not None:
             streamer.put(prompt)
             _stream(handles, pad_token, streamer)

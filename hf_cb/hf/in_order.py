@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from hf_cb.blocking import block
 from hf_cb.hf.errand import Errand, seed_at
 
 T = TypeVar("T")
@@ -28,6 +30,7 @@ class InOrder(Generic[T, R]):
     def __init__(self, items: Iterator[T], answer: Callable[[T], R], limit: int, seed: int) -> None:
         self._flow = _Flow(items, answer, limit, seed)
         self._ended = False
+        self.was_interrupted = False  # the latest `next`: what it raised is no outcome of a call
         weakref.finalize(self, self._flow.close).atexit = False
 
     def __iter__(self) -> InOrder[T, R]:
@@ -37,13 +40,13 @@ class InOrder(Generic[T, R]):
         if self._ended:
             raise StopIteration
         self._flow.start()
-        future = self._flow.underway.get()
+        self.was_interrupted = True
+        future = self._flow.wait()
+        self.was_interrupted = False
         if future is None:
             self._ended = True
             raise StopIteration
-        outcome = future.result()
-        self._flow.room.put(None)
-        return outcome
+        return future.result()
 
     def close(self) -> None:
         """Cancel what runs and read no more."""
@@ -64,7 +67,7 @@ class _Flow(Generic[T, R]):
         self.room: SimpleQueue[None] = SimpleQueue()
         for _ in range(limit):
             self.room.put(None)
-        self.underway: SimpleQueue[Future[R] | None] = SimpleQueue()
+        self.underway: SimpleQueue[tuple[Future[R], Errand] | None] = SimpleQueue()
         self._feeder: _Thread | None = None
         _flows.add(self)
 
@@ -72,6 +75,30 @@ class _Flow(Generic[T, R]):
         if self._feeder is None:
             self._feeder = _Thread(self._feed, grace=_FEEDER_GRACE)
             self._feeder.start()
+
+    def wait(self) -> Future[R] | None:
+        """The next call, which has ended; None: there is none. Who is interrupted gives up that call, and none after it."""
+        taken: list[tuple[Future[R], Errand] | None] = []
+
+        def take(seconds: float) -> bool:
+            with contextlib.suppress(Empty):
+                taken.append(self.underway.get(timeout=seconds))
+            return bool(taken)
+
+        block(take)
+        if taken[0] is None:
+            return None
+        future, errand = taken[0]
+        ended = threading.Event()
+        future.add_done_callback(lambda _: ended.set())
+        try:
+            block(ended.wait)
+        except BaseException:
+            errand.cancel()
+            raise
+        finally:
+            self.room.put(None)
+        return future
 
     def close(self) -> None:
         self._is_closed = True
@@ -93,16 +120,16 @@ class _Flow(Generic[T, R]):
     def _send(self, items: Iterator[T], place: int) -> bool:
         """Read one item and start its call. False: there is none."""
         future: Future[R] = Future()
+        errand = Errand(seed_at(self._seed, place))
         try:
             item = next(items)
-            errand = Errand(seed_at(self._seed, place))
             self._errands.add(errand)
             _Thread(self._run, future, item, errand, grace=_GRACE).start()
         except StopIteration:
             return False
         except BaseException as error:  # no thread to be had, for one
             future.set_exception(error)
-        self.underway.put(future)
+        self.underway.put((future, errand))
         return True
 
     def _run(self, future: Future[R], item: T, errand: Errand) -> None:

@@ -13,6 +13,7 @@ import functools
 import itertools
 import operator
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from transformers import Pipeline, PreTrainedModel
 from transformers.pipelines.base import ChunkPipeline, no_collate_fn, pad_collate_fn
 from transformers.pipelines.pt_utils import PipelineIterator
 
+from hf_cb.blocking import holding
 from hf_cb.errors import PipelineItemsError
 from hf_cb.hf import errand
 from hf_cb.hf.in_order import InOrder
@@ -43,9 +45,11 @@ class Server(Protocol):
 
 
 def model_of(target: Any) -> Any:
-    """The transformers model in a pipeline or in a PeftModel; anything else as it is."""
+    """The transformers model in a pipeline, in a PeftModel or in what torch.compile makes of one; anything else as it is."""
     if isinstance(target, Pipeline):
         return model_of(target.model)
+    if isinstance(target, nn.Module) and (compiled := target._modules.get("_orig_mod")) is not None:
+        return model_of(compiled)
     if isinstance(target, nn.Module) and not isinstance(target, PreTrainedModel):
         base = getattr(target, "get_base_model", None)  # as PEFT names it
         return base() if callable(base) else target
@@ -55,12 +59,14 @@ def model_of(target: Any) -> Any:
 def serve_pipeline(pipe: Pipeline, server_of: Callable[[Any], Server | None]) -> None:
     """Let the pipeline's calls share batches wherever its model has a server."""
     restore_pipeline(pipe)  # its model may be another one now
-    pipe.__class__ = _served(type(pipe), server_of)
+    if not isinstance(pipe, ServedPipeline):
+        pipe.__class__ = _served(type(pipe), server_of)
 
 
 def restore_pipeline(pipe: Pipeline) -> None:
-    """Give the pipeline its own class back."""
-    if isinstance(pipe, ServedPipeline):
+    """Give the pipeline its own class back. One that somebody has derived from the installed class since stays: without a
+    server it does what the pipeline's own does."""
+    if isinstance(pipe, ServedPipeline) and "own_class" in vars(type(pipe)):
         pipe.__class__ = _own_class(pipe)  # type: ignore[assignment]
 
 
@@ -114,7 +120,7 @@ class ServedPipeline(Pipeline):
 
         def forward(items: list[Any]) -> list[Any]:
             # Uninstalled meanwhile: plain generate, of which one call at a time is safe.
-            turn = contextlib.nullcontext() if server_of(self.model) is server else _plain_turn
+            turn = contextlib.nullcontext() if server_of(self.model) is server else holding(_plain_turn)
             with turn:
                 return list(PipelineIterator([collate(items)], self.forward, forward_params, loader_batch_size=batch_size))
 
@@ -215,19 +221,27 @@ class Iteration:
         limit = work.batches_in_flight()
         seed = draw_seed()  # always: the plain pipeline's loader takes a number from torch's generator too
         self._in_order = InOrder(batches, work.answer, limit, seed) if limit > 1 else None
-        self._outputs = itertools.chain.from_iterable(self._in_order or map(work.answer, batches))
+        self._answers: Iterator[list[Any]] = self._in_order or map(work.answer, batches)
+        self._outcomes: deque[Any] = deque()
         self._finish = work.finish
 
     def __iter__(self) -> Iteration:
         return self
 
     def __next__(self) -> Any:
-        outcome = next(self._outputs)
+        while not self._outcomes:
+            self._outcomes.extend(next(self._answers))
+        outcome = self._outcomes.popleft()
         if not isinstance(outcome, _Failed):
             outcome = _attempt(self._finish, outcome)
         if isinstance(outcome, _Failed):
             raise outcome.error
         return outcome
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether what the latest `next` raised is no item's error, but was thrown into the thread that waited."""
+        return self._in_order is not None and self._in_order.was_interrupted
 
     def close(self) -> None:
         """Cancel what is underway. What is dropped is closed by itself."""
@@ -245,12 +259,12 @@ def _all(inputs: list[Any], work: _Work) -> list[Any]:
             outcomes.append(next(results))
         except StopIteration:
             break
-        except Exception as error:
+        except BaseException as error:
+            if results.was_interrupted or not isinstance(error, Exception):  # Ctrl-C
+                results.close()
+                raise
             errors[len(outcomes)] = error
             outcomes.append(error)
-        except BaseException:  # Ctrl-C
-            results.close()
-            raise
     if errors:
         raise PipelineItemsError(outcomes, errors) from next(iter(errors.values()))
     return outcomes

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
+from hf_cb.blocking import holding
+
 _seeded = threading.RLock()  # one call at a time, of whatever model
 _guard = threading.Lock()  # of the two below together
 _stand_in: torch.Generator | None = None  # goes on where the global generator was, while a seeded call has that
@@ -37,7 +39,7 @@ def draw_seed() -> int:
 def seeded(seed: int) -> Iterator[None]:
     """Inside, the global generators (all devices') begin at `seed`. Afterwards they are as if only others had used them."""
     global _stand_in
-    with _seeded:
+    with holding(_seeded):
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
         with _guard:
             before, outside = _stand_in, torch.Generator()

@@ -24,6 +24,7 @@ from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
 from hf_cb.hf.compiling import CompiledLayers
 from hf_cb.hf.dispatched import device_of
+from hf_cb.hf.forwards import wrapped_forward
 from hf_cb.hf.fusing import Fused, calls_of, parents_of
 from hf_cb.hf.packing import Packs, group_by_input, linear_calls
 from hf_cb.hf.trials import ERRORS
@@ -80,6 +81,24 @@ def examine(
     if (refusal := _refusal(model)) is not None:
         raise UnservableError(refusal)
     try:
+        return _examine(model, attention_backend, pack_memory, block_size, compile_layers, kv_dtype)
+    except UnservableError as error:
+        if (name := wrapped_forward(model)) is None:
+            raise
+        raise UnservableError(
+            f"the forward of {name} is a function round the user's own modules and runs those, not the engine's ({error})"
+        ) from error
+
+
+def _examine(
+    model: nn.Module,
+    attention_backend: str | None,
+    pack_memory: int,
+    block_size: int | None,
+    compile_layers: bool,
+    kv_dtype: torch.dtype | None,
+) -> Servable:
+    try:
         twin = make_twin(model)
     except Exception as error:
         raise UnservableError(f"its module tree cannot be copied ({_brief(error)})") from error
@@ -87,7 +106,12 @@ def examine(
     if forward is None:
         raise UnservableError("its forward takes no position_ids")
     embeddings: Any = twin.get_input_embeddings()  # type: ignore[operator]
-    vocab_size, device = embeddings.weight.shape[0], device_of(embeddings)
+    try:  # it need not be torch's: adapters wrap it, and compute its weight from several
+        vocab_size, device = int(embeddings.weight.shape[0]), device_of(embeddings)
+    except (AttributeError, IndexError, StopIteration) as error:
+        raise UnservableError(
+            f"its input embedding is a {type(embeddings).__name__}, which has no weight to tell its size"
+        ) from error
     longest = min(_LONGEST_PROBE, _max_positions(twin) or _LONGEST_PROBE)
     rows = _probe_rows(vocab_size, longest, device)
     try:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_cb.hf.dispatched import TokensBeforeHead, is_dispatched, offloaded_modules, offloaded_tensors, tied_maps
+from hf_cb.hf.forwards import follow_compiled
 
 
 def make_twin(model: nn.Module) -> nn.Module:
@@ -28,6 +29,7 @@ def make_twin(model: nn.Module) -> nn.Module:
     memo[id(vars(model).get("generate"))] = None
     twin = copy.deepcopy(model, memo)
     vars(twin).pop("generate", None)
+    follow_compiled({module: memo[id(module)] for module in model.modules() if id(module) in memo})
     for module in twin.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # untrue of packed rows, and it waits for the device
             vars(module)["warn_if_padding_and_no_attention_mask"] = _say_nothing

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import seam
 import torch
+from transformers import BatchEncoding
 
 import hf_cb
 
@@ -77,6 +78,31 @@ def test_wrong_submit_options(duo: seam.Duo, name: str, value: Any) -> None:
 def test_prompts_that_are_none(duo: seam.Duo, prompt: Any) -> None:
     with pytest.raises(hf_cb.InvalidArgumentError, match=r"^input_ids: takes "):
         duo.engine.submit(prompt, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (BatchEncoding({"input_ids": torch.tensor([[3, 4]])}), r"a BatchEncoding: pass its \['input_ids'\]"),
+        ({"input_ids": [3, 4]}, r"a dict: pass its \['input_ids'\]"),
+        ("w1 w2", r"a string: pass tokenizer\(text\)\['input_ids'\]"),
+        (["w1", "w2"], r"strings: pass tokenizer\(text\)\['input_ids'\]"),
+        (["w1"], r"strings: pass tokenizer\(text\)\['input_ids'\]"),
+        (torch.tensor([[3, 4], [5, 6]]), "2 rows: submit_batch takes several prompts"),
+        ([[3], [4, 5], [6]], "3 rows: submit_batch takes several prompts"),
+        ([3.5, 4], r"\[3.5, 4\]"),
+    ],
+)
+def test_what_to_pass_instead(duo: seam.Duo, prompt: Any, said: str) -> None:
+    for submit in (duo.engine.submit, lambda prompt: duo.engine.submit_batch([[3], prompt])):
+        with pytest.raises(hf_cb.InvalidArgumentError, match=rf"^input_ids: takes one prompt's token ids.*; got {said}"):
+            submit(prompt)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_submit_gives_one_sample(duo: seam.Duo, samples: int) -> None:
+    with pytest.raises(hf_cb.InvalidArgumentError, match=r"^samples: .* submit_batch"):
+        duo.engine.submit([3, 4], samples=samples)
 
 
 @pytest.mark.parametrize("prompt", [[3, 4, 5], (3, 4, 5), [[3, 4, 5]], torch.tensor([3, 4, 5]), np.array([[3, 4, 5]])])

@@ -43,7 +43,7 @@ def with_adapters(first: Any = FIRST, second: Any = SECOND, **overrides: Any) ->
         if second is not None:
             model.add_adapter("second", second)
         for name, parameter in model.named_parameters():
-            if "lora_" in name or "ia3_" in name or "prompt_" in name:
+            if any(part in name for part in ("lora_", "ia3_", "prompt_", "tokens_delta")):
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return model.eval()
 
@@ -249,6 +249,41 @@ def test_other_kinds(config: Any) -> None:
         with both.disabled():
             assert both.same() != tokens or isinstance(config, LoraConfig)
         assert both.same() == tokens
+
+
+TRAINED = LoraConfig(trainable_token_indices=[5, 7, 40], **KIND)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_that_are_trained(tied: bool) -> None:
+    """The input embedding is PEFT's then, and its weight is computed from two others: there at install, or added later."""
+    with twins(TRAINED, None, tie_word_embeddings=tied) as both:
+        before = both.same()
+
+        def train(model: PeftModel) -> None:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "tokens_delta" in name:
+                        parameter.neg_()
+
+        both.both(train)
+        assert both.same() != before
+        with both.disabled():
+            both.same()
+    with twins(FIRST, None, tie_word_embeddings=tied) as both:
+        before = both.same()
+
+        def add(model: PeftModel) -> None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(2)
+                model.add_adapter("late", TRAINED)
+
+        both.both(add)
+        both.both(lambda model: model.set_adapter("late"))
+        assert both.same() != before
+        assert both.engine.submit(IDS, max_new_tokens=12).result().tokens == tuple(answer(both.plain)[7:])
+        both.both(lambda model: model.set_adapter("default"))
+        assert both.same() == before
 
 
 def test_virtual_tokens_run_natively() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import signal
 import subprocess
@@ -351,3 +352,43 @@ list(InOrder((Slow() for _ in range(3)), lambda item: time.sleep(0.2), 3, 0))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, 3 * ["freed"], "")
+
+
+class Thrown(Exception):
+    """By another thread into one that waits."""
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_exception_that_is_thrown_into_the_waiting_thread(both: Pipes, whole: bool) -> None:
+    """It is raised soon and is no item's error. A list's items are given up; of an iteration's, the one that was waited for."""
+    want = both.plain(TEXTS[:3], **GREEDY)
+    outcomes: list[Any] = []
+
+    def read(take: Callable[[], Any]) -> None:
+        try:
+            outcomes.append(take())
+        except BaseException as error:
+            outcomes.append(error.with_traceback(None))
+
+    paused = threading.Event()
+
+    def source() -> Iterator[str]:
+        yield TEXTS[0]
+        paused.wait()
+        yield from TEXTS[1:3]
+
+    results = iter(both.served(source(), **GREEDY))
+    assert next(results) == want[0]
+    with both.engine.pause():
+        paused.set()
+        take = (lambda: both.served(TEXTS, **{**GREEDY, "max_new_tokens": LONG})) if whole else (lambda: next(results))
+        thread = threading.Thread(target=read, args=(take,), daemon=True)
+        thread.start()
+        time.sleep(0.2)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Thrown)) == 1
+        thread.join(0.9)
+        assert [type(outcome) for outcome in outcomes] == [Thrown]
+    if not whole:
+        assert list(results) == [want[2]]
+    wait_until(lambda: both.engine.stats().running + both.engine.stats().waiting == 0)
+    both.same(TEXTS)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import models
 import pytest
+import torch
 from crowd import held
 from transformers import TextGenerationPipeline
 from two_pipes import pipe_of, pipes, texts
@@ -108,6 +113,52 @@ def test_a_pipeline_class_of_the_users() -> None:
         assert isinstance(pipe, Shouting)
         assert pipe(TEXTS, **GREEDY) == [[item[0]["generated_text"].upper()] for item in plain(TEXTS, **GREEDY)]
     assert type(pipe) is Shouting
+
+
+def test_a_class_that_is_derived_from_the_installed_one() -> None:
+    """By a tracer, say: it stays, and what it calls is the pipeline's own once that is uninstalled."""
+    plain, pipe = pipe_of(), pipe_of()
+    want = plain(TEXTS, **GREEDY)
+    hf_cb.install(pipe)
+    served, forwards = type(pipe), []
+
+    class Traced(served):  # type: ignore[misc,valid-type]
+        def forward(self, *args: Any, **parameters: Any) -> Any:
+            forwards.append(self)
+            return super().forward(*args, **parameters)
+
+    pipe.__class__ = Traced
+    assert pipe(TEXTS, **GREEDY) == want
+    hf_cb.uninstall(pipe)
+    assert type(pipe) is Traced
+    assert pipe(TEXTS, **GREEDY) == want
+    with hf_cb.continuous_batching(pipe) as engine:
+        assert pipe(TEXTS, **GREEDY) == want
+        assert sum(engine.stats().finished.values()) == len(TEXTS)
+    assert type(pipe) is Traced
+    assert len(forwards) == 3 * len(TEXTS)
+
+
+def test_what_is_saved_while_installed_loads_without_the_package(tmp_path: Path) -> None:
+    with pipes() as made:
+        want = made.plain(TEXTS[:2], **GREEDY)
+        ids = torch.tensor([[5, 6, 7]])
+        tokens = made.plain.model.generate(ids, max_new_tokens=5)
+        own = models.tiny("llama")
+        own.generate = functools.partial(type(own).generate, own, max_new_tokens=5)
+        with hf_cb.continuous_batching(own):
+            torch.save((made.served, made.served.model, copy.deepcopy(made.served.model), own), tmp_path / "saved")
+    program = f"""
+import sys
+sys.modules["hf_cb"] = None  # importing it fails
+import torch
+pipe, *models = torch.load({str(tmp_path / "saved")!r}, weights_only=False)
+assert pipe({TEXTS[:2]!r}, **{GREEDY!r}) == {want!r}
+for model in models:
+    assert model.generate(torch.tensor({ids.tolist()}), max_new_tokens=5).tolist() == {tokens.tolist()}
+assert isinstance(model.generate.args[0], type(model)) and model.generate.args[0] is model
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_the_users_changes_of_an_installed_pipeline_count() -> None:

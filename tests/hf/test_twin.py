@@ -110,7 +110,17 @@ def in_place(model: PreTrainedModel) -> None:
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
 
 
-CHANGES = (replace_head, replace_parameter, own_forward, drop_a_layer, lower_precision, in_place)
+class Halved(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * torch.linspace(0.2, 1, weight.shape[-1])
+
+
+def parametrize_both_ends(model: PreTrainedModel) -> None:
+    for module in (model.model.embed_tokens, model.lm_head):
+        nn.utils.parametrize.register_parametrization(module, "weight", Halved())
+
+
+CHANGES = (parametrize_both_ends, replace_head, replace_parameter, own_forward, drop_a_layer, lower_precision, in_place)
 
 
 @pytest.mark.parametrize("change", CHANGES)
