@@ -277,9 +277,9 @@ def _output(call: Call, requests: list[Request], rows: list[tuple[int, ...]], pa
     searches = [request.search for request in requests if isinstance(request.search, BeamSearch)]
     if searches:
         return beam_output(call, searches)
-    new = torch.full((len(rows), max(map(len, rows))), pad_token)
+    new = torch.full((len(rows), max(map(len, rows))), pad_token, dtype=torch.int64, device="cpu")
     for i, row in enumerate(rows):
-        new[i, : len(row)] = torch.tensor(row)
+        new[i, : len(row)] = torch.tensor(row, dtype=torch.int64, device="cpu")
     sequences: Any = torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
     if not call.config.return_dict_in_generate:
         return sequences
@@ -311,7 +311,7 @@ def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStrea
         tokens = [next(iterator, None) for iterator in iterators]
         if all(token is None for token in tokens):
             break
-        streamer.put(torch.tensor([pad_token if token is None else token for token in tokens]))
+        streamer.put(torch.tensor([pad_token if token is None else token for token in tokens], dtype=torch.int64, device="cpu"))
     streamer.end()
 
 

@@ -88,7 +88,9 @@ def draw_all(sources: Sequence[Draws], probs: torch.Tensor) -> torch.Tensor:
     drawn = [source for source in sources if isinstance(source, TorchDraws)]
     if len(drawn) == len(sources):
         return _race(drawn, probs)
-    return torch.tensor([_draw(source, row) for source, row in zip(sources, probs, strict=True)])
+    return torch.tensor(
+        [_draw(source, row) for source, row in zip(sources, probs, strict=True)], dtype=torch.int64, device="cpu"
+    )
 
 
 def _race(sources: Sequence[TorchDraws], probs: torch.Tensor) -> torch.Tensor:
@@ -111,7 +113,7 @@ def _draw(source: Draws, probs: torch.Tensor) -> int:
 def refusal() -> RuntimeError:
     """torch's own error for what are no probabilities."""
     try:
-        torch.multinomial(torch.tensor([math.nan]), 1)
+        torch.multinomial(torch.tensor([math.nan], dtype=torch.float32, device="cpu"), 1)
     except RuntimeError as error:
         return error
     raise AssertionError("multinomial drew from NaN")
@@ -152,7 +154,7 @@ def _native_is_torchs() -> bool:
     except extension.BuildError:
         return False
     ours, theirs = NativeDraws(20), TorchDraws(20, torch.device("cpu"))
-    rows = (torch.linspace(0, power, 3000).exp().softmax(-1) for power in (0, 1, 2, 3))
+    rows = (torch.linspace(0, power, 3000, dtype=torch.float32, device="cpu").exp().softmax(-1) for power in (0, 1, 2, 3))
     return all(ours.draw(row) == theirs.draw(row) for row in rows)
 
 
@@ -162,7 +164,7 @@ def _torch_is_mersenne() -> bool:
     seed, words = 20, _mersenne_twister(20)
     generator = torch.Generator().manual_seed(seed)
     for length in (1, 7, 3000):
-        times = torch.empty(length).exponential_(generator=generator).numpy()
+        times = torch.empty(length, dtype=torch.float32, device="cpu").exponential_(generator=generator).numpy()
         if not np.array_equal(
             times, _times(words.integers(0, 1 << 64, size=length, dtype=np.uint64) & np.uint64((1 << _BITS) - 1))
         ):
