@@ -208,8 +208,9 @@ def _row_requests(call: Call, seed: int) -> list[Request]:
     padding = tuple(length - len(prompt) for prompt in prompts)
     processors, params = split(call.processors, bool(call.config.do_sample), Prompts(length, padding, eos))
     requests: list[Request] = []
+    samples = call.rows_per_prompt
     for i, prompt in enumerate(prompts):
-        first = i - i % _rows_per_prompt(call)
+        first = i - i % samples
         requests.append(
             Request(
                 prompt,
@@ -223,10 +224,6 @@ def _row_requests(call: Call, seed: int) -> list[Request]:
     return requests
 
 
-def _rows_per_prompt(call: Call) -> int:
-    return max(1, call.config.num_return_sequences or 1)
-
-
 def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any]) -> OwnRules | None:
     """What the engine has no field for, for one row of the call. None: nothing."""
     keep_scores, keep_logits = call.keeps("output_scores"), call.keeps("output_logits")
@@ -235,7 +232,7 @@ def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any]) -> O
     num_rows, has_eos = len(call.input_ids), bool(stopping.eos_token_ids)
     if num_rows > 1 and has_eos and (keep_scores or keep_logits):
         raise GoNativeError("scores of several rows that may end apart: plain generate goes on computing those that ended")
-    part = Part(slice(row, row + 1), row // _rows_per_prompt(call))
+    part = Part(slice(row, row + 1), row // call.rows_per_prompt)
     return OwnRules(
         call.input_ids[row : row + 1],
         stopping.max_new_tokens,
@@ -249,11 +246,10 @@ def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any]) -> O
 def _run(
     engine: Engine, call: Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
 ) -> Any:
+    pad_token = call.pad_token or 0
     handles = engine.submit_all(requests)
     if (own_errand := errand.current()) is not None:
         own_errand.hold(handles)
-    pad = call.config._pad_token_tensor
-    pad_token = int(pad) if pad is not None else 0
     try:
         if streamer is not None:
             streamer.put(prompt)
