@@ -13,9 +13,9 @@ from hf_cb.hf.rules import GoNativeError, Part, processors_of
 from hf_cb.request import Request
 
 
-def beam_requests(call: Call, seed: int) -> list[Request]:
+def beam_requests(call: Call, seed: int, vocab_size: int) -> list[Request]:
     """One per prompt. Raises GoNativeError where prompts of one call would not be as if alone."""
-    options = _options(call)
+    options = _options(call, vocab_size)
     beams, stopping = options.num_beams, call.stopping()
     prompts = call.prompts()[::beams]
     if len(prompts) > 1:
@@ -27,13 +27,14 @@ def beam_requests(call: Call, seed: int) -> list[Request]:
     for i, prompt in enumerate(prompts):
         rows = slice(i * beams, (i + 1) * beams)
         processors = processors_of(call.processors, Part(rows, i), is_whole=len(prompts) == 1)
-        search = BeamSearch(call.input_ids[rows.start : rows.start + 1], options, processors, call.criteria, seed + i)
+        row = call.input_ids[rows.start : rows.start + 1]
+        search = BeamSearch(row, options, call.surroundings, processors, call.criteria, seed + i)
         max_new_tokens = options.max_length - call.input_ids.shape[1]
         requests.append(Request(prompt, max_new_tokens, stopping.eos_token_ids, search=search))
     return requests
 
 
-def _options(call: Call) -> BeamOptions:
+def _options(call: Call, vocab_size: int) -> BeamOptions:
     config = call.config
     if getattr(config, "low_memory", None):
         raise GoNativeError("option low_memory")
@@ -51,6 +52,7 @@ def _options(call: Call) -> BeamOptions:
         early_stopping=False if config.early_stopping is None else config.early_stopping,
         do_sample=bool(config.do_sample),
         fill=fill,
+        vocab_size=vocab_size,
         keep_scores=call.keeps("output_scores"),
         keep_logits=call.keeps("output_logits"),
     )

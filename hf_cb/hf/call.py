@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.rules import GoNativeError
+from hf_cb.hf.surroundings import Surroundings
 
 
 def number_of(name: str, value: Any) -> Any:
@@ -44,13 +45,14 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call after the preamble, its rows already as many as sequences (or beams) are asked for."""
+    """A call after the preamble, made on its caller's thread; its rows are as many as sequences (or beams) are asked for."""
 
     input_ids: torch.Tensor  # [B, T], left-padded
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
     attention_mask: torch.Tensor | None  # [B, T], None: all ones
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
     def keeps(self, name: str) -> bool:
         """Whether the caller wants `output_scores`, or whatever `name` says, in the result."""
