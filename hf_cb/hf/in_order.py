@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from hf_cb.hf.errand import Errand, seed_at
+from hf_cb.hf.surroundings import Surroundings
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -22,7 +23,7 @@ class InOrder(Generic[T, R]):
 
     At most `limit` items have been read and not been handed out. Reading has a thread of its own: an item that is long in
     coming, from a queue or the net, holds up no result. What `items` or `answer` raise is raised in its place. Nothing goes on
-    once nobody holds this. The calls' own seeds follow from `seed`.
+    once nobody holds this. The calls' own seeds follow from `seed`; their surroundings are those of the first `next`.
     """
 
     def __init__(self, items: Iterator[T], answer: Callable[[T], R], limit: int, seed: int) -> None:
@@ -70,7 +71,8 @@ class _Flow(Generic[T, R]):
 
     def start(self) -> None:
         if self._feeder is None:
-            self._feeder = _Thread(self._feed, grace=_FEEDER_GRACE)
+            self._surroundings = Surroundings()
+            self._feeder = _Thread(self._surroundings.copy().run, self._feed, grace=_FEEDER_GRACE)
             self._feeder.start()
 
     def close(self) -> None:
@@ -97,7 +99,7 @@ class _Flow(Generic[T, R]):
             item = next(items)
             errand = Errand(seed_at(self._seed, place))
             self._errands.add(errand)
-            _Thread(self._run, future, item, errand, grace=_GRACE).start()
+            _Thread(self._surroundings.copy().run, self._run, future, item, errand, grace=_GRACE).start()
         except StopIteration:
             return False
         except BaseException as error:  # no thread to be had, for one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -17,16 +18,14 @@ NEEDS_CALLERS_THREAD = "needs_callers_thread"
 
 
 class Surroundings:
-    """Context variables, inference mode and default device of the thread that makes it, as plain `generate()`, which is without
-    gradients, passes them on to processors and criteria. One per call; one other thread enters it.
-
-    What code keeps in a `threading.local` can't be carried.
+    """Context variables, gradient and inference mode and default device of the thread that makes it. For one other thread; a
+    second one takes a copy. What code keeps in a `threading.local` can't be carried.
     """
 
     def __init__(self) -> None:
         self._before = contextvars.copy_context()
         self._context = contextvars.copy_context()
-        self._is_inference = torch.is_inference_mode_enabled()
+        self._is_inference, self._has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         device = torch.get_default_device()
         self._device = contextlib.nullcontext() if device.type == "cpu" else device
 
@@ -35,8 +34,14 @@ class Surroundings:
         return self._context.run(self._run, function, *args)
 
     def _run(self, function: Callable[..., _T], *args: Any) -> _T:
-        with torch.inference_mode(self._is_inference), torch.no_grad(), self._device:
+        with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad), self._device:
             return function(*args)
+
+    def copy(self) -> Surroundings:
+        """The same, for another thread."""
+        made = copy.copy(self)
+        made._context = self._context.copy()
+        return made
 
     def bring_back(self) -> None:
         """On the caller's thread: set the context variables that code has set meanwhile."""
