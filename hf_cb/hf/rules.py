@@ -42,6 +42,9 @@ def no_such_token(token: int, vocab_size: int) -> IndexError:
     return IndexError(f"index out of range: the scores of a logits processor chose token {token}; the model has {vocab_size}")
 
 
+_ROOM = 1024  # output tokens for which there is memory from the beginning: a limit may be far beyond what comes
+
+
 class OwnRules:
     """One row's processors and criteria (`hf_cb.request.RowRules`), and what its caller wants to know of each token."""
 
@@ -59,10 +62,9 @@ class OwnRules:
         """`row`: [1, n] ids, its padding included. `rest`: of the processors, for which the request has fields."""
         self._ends = ends
         self._length = row.shape[1]
-        with torch.inference_mode(False):  # else the engine's thread could not write into it
-            room = (1, self._length + ends.max_new_tokens)
-            self._ids = torch.empty(room, dtype=row.dtype, device=row.device)
-        self._ids[:, : self._length] = row
+        self._longest = self._length + ends.max_new_tokens
+        self._ids = row
+        self._make_room(min(ends.max_new_tokens, _ROOM))
         self._surroundings = surroundings
         self._processors = processors
         self._rest = rest
@@ -77,14 +79,20 @@ class OwnRules:
 
     def accept(self, token: int, scores: Any) -> bool:
         """Append the token and ask the criteria."""
+        if self._length == self._ids.shape[1]:
+            self._make_room(self._length)
         self._ids[0, self._length] = token
         self._length += 1
         is_stopped = self._own(self._accept, scores) if self._criteria or self.scores is not None else False
-        is_last = is_stopped or token in self._ends.eos_token_ids or self._length == self._ids.shape[1]
+        is_last = is_stopped or token in self._ends.eos_token_ids or self._length == self._longest
         if token >= self._ends.vocab_size and not is_last:
             self.error = no_such_token(token, self._ends.vocab_size)
             raise self.error
         return is_stopped
+
+    def _make_room(self, tokens: int) -> None:
+        with torch.inference_mode(False):  # else no other thread could write into it
+            self._ids = torch.nn.functional.pad(self._ids, (0, tokens))
 
     def _own(self, function: Callable[..., Any], tensor: Any) -> Any:
         try:

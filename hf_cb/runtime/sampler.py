@@ -7,6 +7,7 @@ first, row by row; then what its SamplingParams say, for all rows together (`war
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -150,7 +151,9 @@ def _logprobs(
         halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
         first, second = (_logprobs(logits, {i: asking[i] for i in half}, tokens, errors) for half in halves)
         return first | second
-    return dict(zip(rows, found, strict=True))
+    notes = dict(zip(rows, found, strict=True))
+    errors.update({i: FloatingPointError("its logits hold NaN") for i, note in notes.items() if math.isnan(note.logprob)})
+    return notes
 
 
 def _best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -118,6 +118,9 @@ def test_nan_in_scores_that_are_suppressed(options: dict[str, Any]) -> None:
         for prompt, tokens in zip(PROMPTS, want, strict=True):
             got = engine.generate_batch([prompt], seed=2, suppress_tokens=[9, 7], **call)[0].tokens
             assert list(got) == tokens[prompt.shape[1] :]
+        with pytest.raises(hf_cb.RequestFailedError) as raised:  # all of them are over the sum that holds NaN
+            engine.submit(PROMPTS[0], suppress_tokens=[9, 7], logprobs=1, **call).result()
+        assert isinstance(raised.value.__cause__, FloatingPointError)
         good, bad = engine.submit_batch([PROMPTS[0]], seed=2, suppress_tokens=[9, 7], **call), engine.submit(PROMPTS[1], **call)
         with pytest.raises(hf_cb.RequestFailedError) as raised:
             bad.result()
