@@ -101,14 +101,14 @@ def _check_attention(spec: LayerSpec) -> None:
     size = max(16, block_multiple(backend))
     generator = torch.Generator().manual_seed(0)
     counts = [-(-(new + before) // size) for new, before in _ROWS]
-    deck = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+    deck = torch.randperm(sum(counts) + 2, generator=generator, dtype=torch.int64, device="cpu").tolist()
     tables = [tuple(deck.pop() for _ in range(count)) for count in counts]
     rows = tuple(ScheduledRow(i, before, (0,) * new, tables[i], True) for i, (new, before) in enumerate(_ROWS))
     total = sum(new for new, _ in _ROWS)
     step = build_input_batch(SchedulerOutput(rows, total), size, streams_of(spec.device)).steps[0]
 
     def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(spec.device, spec.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(spec.device, spec.dtype)
 
     shape = (sum(counts) + 2, size, spec.num_kv_heads, spec.head_size)
     kv = LayerKV(*(torch.full(shape, torch.nan, dtype=spec.dtype, device=spec.device) for _ in "kv"))
@@ -144,7 +144,7 @@ def _check_tokens(device: torch.device) -> None:
     with torch.no_grad():  # else so small a model hardly looks back
         for parameter in model.parameters():
             parameter.mul_(8) if parameter.dim() > 1 else None
-    prompts = [torch.arange(3, 3 + n)[None].to(device) for n in (2, 20, 45)]
+    prompts = [torch.arange(3, 3 + n, dtype=torch.int64, device="cpu")[None].to(device) for n in (2, 20, 45)]
     want = [model.generate(prompt, max_new_tokens=12)[0].tolist() for prompt in prompts]
     with hf_cb.continuous_batching(model, fallback="error", max_batch_tokens=16) as engine:
         results = engine.generate_batch(prompts, max_new_tokens=12)
@@ -175,7 +175,7 @@ def _speed(device: torch.device) -> dict[str, float]:
 
 def _bandwidth(device: torch.device) -> float:
     """Bytes per second that a sum over more than any cache holds reads."""
-    many = torch.ones(1 << 27, device=device)  # 512 MiB
+    many = torch.ones(1 << 27, device=device, dtype=torch.float32)  # 512 MiB
     times = []
     for _ in range(4):
         _wait(device)

@@ -136,7 +136,18 @@ def _default_new_tokens(num_prompt_tokens: int, defaults: Defaults) -> int:
 
 def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: Callable[[], int]) -> SamplingParams:
     given = {name: options[name] for name in _SAMPLING if options.get(name) is not None}
-    params = replace(defaults, **given)
+    params = check_sampling(replace(defaults, **given))
+    seed = options.get("seed")
+    if seed is None:
+        seed = draw_seed() if params.do_sample else 0
+    return replace(params, seed=check_seed(seed))
+
+
+def check_sampling(params: SamplingParams) -> SamplingParams:
+    """The same in plain Python numbers, all but the seed. Raises InvalidArgumentError, naming the field.
+
+    Whatever becomes a Request has been here: the engine's thread meets no value that it can't compute with.
+    """
     suppressed, suppressed_first = (tuple(sorted(ids_of(name, getattr(params, name)))) for name in _TOKENS)
     if not isinstance(params.do_sample, bool):
         raise InvalidArgumentError(f"do_sample: takes True or False; got {params.do_sample!r}")
@@ -156,9 +167,6 @@ def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: C
             raise InvalidArgumentError(f"{name}: takes a finite number (0: off); got {value!r}")
     if not _is_int(params.min_new_tokens) or params.min_new_tokens < 0:
         raise InvalidArgumentError(f"min_new_tokens: takes an integer >= 0; got {params.min_new_tokens!r}")
-    seed = options.get("seed")
-    if seed is None:
-        seed = draw_seed() if params.do_sample else 0
     return replace(
         params,
         suppress_tokens=suppressed,
@@ -172,7 +180,6 @@ def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: C
         frequency_penalty=float(params.frequency_penalty),
         presence_penalty=float(params.presence_penalty),
         min_new_tokens=int(params.min_new_tokens),
-        seed=check_seed(seed),
     )
 
 

@@ -54,13 +54,17 @@ class SamplingParams:
 
 
 class RowRules(Protocol):
-    """What a request brings of its own to choose its tokens by. Called on the engine's thread alone, once per token each.
+    """What a request brings of its own to choose its tokens by. Called on the engine's thread alone, once per token each, in
+    whatever modes that has; it sees to its own.
 
     An exception in either ends the request, and no other.
     """
 
     def process(self, logits: Any) -> Any:
-        """The scores, a float32 tensor [1, vocab], that the fields of SamplingParams go on with; `logits` are its own copy."""
+        """The scores, float32 [1, vocab], that the fields of SamplingParams go on with; `logits` are not to be changed.
+
+        Scores of another width or dtype are final: the token is chosen by them as they are.
+        """
 
     def accept(self, token: int, scores: Any) -> bool:
         """Take note of the chosen token and the final scores [1, vocab] it was chosen by. True: the request ends with it."""
@@ -79,7 +83,8 @@ class Choice:
 
 
 class Search(Protocol):
-    """Decides how several beams of one request go on, all at once. Called on the engine's thread alone, once per step of all.
+    """Decides how several beams of one request go on, all at once. Called on the engine's thread alone, once per step of all,
+    in whatever modes that has; it sees to its own.
 
     An exception in `choose` ends the request, and no other.
     """

@@ -104,11 +104,11 @@ class TorchCPUBackend:
         indices = [group.index for group in groups] + [row.index for row in prefill if row.index is not None]
         largest = max(map(len, indices), default=0)
         return _Plan(
-            decode_tokens=torch.tensor([starts[row] for row in order], dtype=torch.int64),
+            decode_tokens=torch.tensor([starts[row] for row in order], dtype=torch.int64, device="cpu"),
             decode_groups=groups,
             prefill_rows=prefill,
-            keys=torch.empty(largest, spec.head_size, dtype=spec.dtype),
-            values=torch.empty(largest, spec.value_head_size, dtype=spec.dtype),
+            keys=torch.empty(largest, spec.head_size, dtype=spec.dtype, device="cpu"),
+            values=torch.empty(largest, spec.value_head_size, dtype=spec.dtype, device="cpu"),
         )
 
     def attend(
@@ -237,7 +237,7 @@ def _group_decode(
         own = slots[np.array(members)[:, None], np.minimum(positions, ends)]
         index = torch.from_numpy(own.ravel()) if _is_loose(spec) else _head_index(own, spec)
         beyond = torch.from_numpy(positions > ends)[:, None, None]
-        mask = _Mask(0, torch.zeros(beyond.shape, dtype=spec.dtype).masked_fill_(beyond, -torch.inf))
+        mask = _Mask(0, torch.zeros(beyond.shape, dtype=spec.dtype, device="cpu").masked_fill_(beyond, -torch.inf))
         groups.append(_DecodeGroup(len(order), len(order) + len(members), index, length, (mask,) if bool(beyond.any()) else ()))
         order += members
     return order, tuple(groups)
@@ -306,17 +306,19 @@ def _tile_bounds(position: int, end: int, spec: LayerSpec) -> Iterator[tuple[int
 
 def _tile_masks(position: int, end: int, first: int, spec: LayerSpec) -> tuple[_Mask, ...]:
     """Masks for the queries at [position, end) over the keys at [first, end): only the corners that not all of them see."""
-    query = torch.arange(position, end)[:, None]
+    query = torch.arange(position, end, dtype=torch.int64, device="cpu")[:, None]
     masks = []
     if end - position > 1:
-        masks.append(_corner(position - first, torch.arange(position, end) > query, spec))
+        masks.append(_corner(position - first, torch.arange(position, end, dtype=torch.int64, device="cpu") > query, spec))
     if spec.window is not None and end - spec.window > first:
-        masks.append(_corner(0, torch.arange(first, end - spec.window) <= query - spec.window, spec))
+        masks.append(
+            _corner(0, torch.arange(first, end - spec.window, dtype=torch.int64, device="cpu") <= query - spec.window, spec)
+        )
     return tuple(masks)
 
 
 def _corner(start: int, hidden: torch.Tensor, spec: LayerSpec) -> _Mask:
-    return _Mask(start, torch.zeros(hidden.shape, dtype=spec.dtype).masked_fill_(hidden, -torch.inf))
+    return _Mask(start, torch.zeros(hidden.shape, dtype=spec.dtype, device="cpu").masked_fill_(hidden, -torch.inf))
 
 
 def _first_visible(position: int, spec: LayerSpec) -> int:

@@ -93,11 +93,13 @@ def _decode(rows: list[int], starts: list[int], step: AttentionStep, spec: Layer
     device = step.block_table.device
     firsts = [_first_seen(step.key_lens[row] - 1, spec) for row in rows]
     most = max(step.key_lens[row] - first for row, first in zip(rows, firsts, strict=True))
-    positions = torch.tensor(firsts, device=device)[:, None] + torch.arange(most, device=device)
-    last = torch.tensor([step.key_lens[row] - 1 for row in rows], device=device)[:, None]
-    index = torch.tensor(rows, device=device)[:, None]
+    positions = torch.tensor(firsts, device=device, dtype=torch.int64)[:, None] + torch.arange(
+        most, device=device, dtype=torch.int64
+    )
+    last = torch.tensor([step.key_lens[row] - 1 for row in rows], device=device, dtype=torch.int64)[:, None]
+    index = torch.tensor(rows, device=device, dtype=torch.int64)[:, None]
     return _Part(
-        queries=torch.tensor([[starts[row]] for row in rows], device=device),
+        queries=torch.tensor([[starts[row]] for row in rows], device=device, dtype=torch.int64),
         slots=_slots(step, index, positions.minimum(last)),  # a row's padding is its last key once more, hidden
         hidden=(positions > last)[:, None, None],
     )
@@ -105,15 +107,15 @@ def _decode(rows: list[int], starts: list[int], step: AttentionStep, spec: Layer
 
 def _tile(row: int, start: int, first: int, end: int, step: AttentionStep, spec: LayerSpec) -> _Part:
     device, before = step.block_table.device, step.key_lens[row] - step.query_lens[row]
-    positions = torch.arange(_first_seen(before + first, spec), before + end, device=device)
-    query = torch.arange(before + first, before + end, device=device)[:, None]
+    positions = torch.arange(_first_seen(before + first, spec), before + end, device=device, dtype=torch.int64)
+    query = torch.arange(before + first, before + end, device=device, dtype=torch.int64)[:, None]
     hidden = positions > query
     if spec.window is not None:
         hidden = hidden | (positions <= query - spec.window)
     if spec.chunk is not None:
         hidden = hidden | (positions < query // spec.chunk * spec.chunk)
-    index = torch.tensor([[row]], device=device)
-    queries = torch.arange(start + first, start + end, device=device)[None]
+    index = torch.tensor([[row]], device=device, dtype=torch.int64)
+    queries = torch.arange(start + first, start + end, device=device, dtype=torch.int64)[None]
     return _Part(queries, _slots(step, index, positions[None]), hidden[None, None])
 
 

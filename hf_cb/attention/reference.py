@@ -59,13 +59,13 @@ class ReferenceBackend:
 
 def _slots(step: AttentionStep, row: int, key_len: int) -> torch.Tensor:
     """[key_len] int64: where the row's tokens lie in the flattened cache."""
-    positions = torch.arange(key_len, device=step.block_table.device)
+    positions = torch.arange(key_len, device=step.block_table.device, dtype=torch.int64)
     return step.block_table[row, positions // step.block_size].long() * step.block_size + positions % step.block_size
 
 
 def _visible(query_len: int, key_len: int, spec: LayerSpec) -> torch.Tensor:
     """[query_len, key_len] bool: which keys each query sees."""
-    key = torch.arange(key_len, device=spec.device)
+    key = torch.arange(key_len, device=spec.device, dtype=torch.int64)
     query = key[key_len - query_len :, None]
     visible = key <= query
     if spec.window is not None:

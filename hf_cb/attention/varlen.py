@@ -52,8 +52,10 @@ class TorchVarlen:
         """Find the slots of all keys."""
         device, lens = step.block_table.device, step.seq_lens_k.long()
         ends = lens.cumsum(0)
-        rows = torch.repeat_interleave(torch.arange(len(lens), device=device), lens, output_size=sum(step.key_lens))
-        positions = torch.arange(sum(step.key_lens), device=device) - (ends - lens)[rows]
+        rows = torch.repeat_interleave(
+            torch.arange(len(lens), device=device, dtype=torch.int64), lens, output_size=sum(step.key_lens)
+        )
+        positions = torch.arange(sum(step.key_lens), device=device, dtype=torch.int64) - (ends - lens)[rows]
         blocks = step.block_table[rows, positions // step.block_size].long()
         slots = blocks * step.block_size + positions % step.block_size
         return _Plan(slots, functional.pad(ends.int(), (1, 0)))

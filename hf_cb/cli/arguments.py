@@ -55,7 +55,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
 
     try:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
+        torch.empty(1, device=device, dtype=torch.uint8)
     except (RuntimeError, AssertionError) as error:
         raise InvalidArgumentError(f"--device: {str(error).splitlines()[0]}") from error
     return device

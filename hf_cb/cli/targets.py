@@ -66,7 +66,7 @@ class EngineTarget:
         length = {"max_new_tokens": self._new_tokens, "min_new_tokens": self._new_tokens}
         seconds = 0.0
         for index in range(-1, num_requests):  # the first finds cold caches
-            prompt = torch.tensor([self.prompt(max(0, index))], device=device)
+            prompt = torch.tensor([self.prompt(max(0, index))], device=device, dtype=torch.int64)
             began = time.perf_counter()
             generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **length)
             seconds += time.perf_counter() - began if index >= 0 else 0.0

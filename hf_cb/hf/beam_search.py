@@ -14,6 +14,8 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from hf_cb.hf.rules import no_such_token
+from hf_cb.hf.surroundings import Surroundings
 from hf_cb.request import Choice
 
 _NEVER = -1.0e9  # the score of what is not to be chosen
@@ -30,6 +32,7 @@ class BeamOptions:
     early_stopping: bool | Literal["never"]
     do_sample: bool
     fill: int  # the token that stands where a sequence has none
+    vocab_size: int  # of what the model can be given: no beam goes on from another token
     keep_scores: bool
     keep_logits: bool
 
@@ -45,6 +48,7 @@ class BeamSearch:
         self,
         row: torch.Tensor,
         options: BeamOptions,
+        surroundings: Surroundings,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         seed: int,
@@ -55,7 +59,7 @@ class BeamSearch:
         self.error: BaseException | None = None  # the caller's own, with its traceback
         self.all_scores: tuple[torch.Tensor, ...] | None = () if options.keep_scores else None  # [num_beams, vocab] a step
         self.all_logits: tuple[torch.Tensor, ...] | None = () if options.keep_logits else None
-        self._options, self._processors, self._criteria = options, processors, criteria
+        self._options, self._surroundings, self._processors, self._criteria = options, surroundings, processors, criteria
         self.met_dead_end = False  # a beam went on where nothing could: equal scores, whose order hangs on every step
         self._num_prompt = row.shape[1]
         with torch.inference_mode(False):  # else the engine's thread could not write into them
@@ -85,7 +89,7 @@ class BeamSearch:
         if not self._processors and bool(logits.isnan().any()):  # a processor may know what to do with it
             raise FloatingPointError("its logits hold NaN")
         try:
-            return self._choose(logits.to(self._running.device))
+            return self._surroundings.run(self._choose, logits.to(self._running.device))
         except BaseException as error:  # of a processor or criterion; SystemExit too is this caller's affair
             self.error = error
             raise
@@ -113,7 +117,10 @@ class BeamSearch:
             best = self.sequences[0, self._num_prompt :][: int(self.num_output_tokens[0])]
             return Choice((), (), tuple(best.tolist()))
         self.met_dead_end |= bool((self._running_scores < _NEVER / 2).any())
-        return Choice(tuple(parents[kept].tolist()), tuple(tokens[kept].tolist()))
+        chosen = tokens[kept].tolist()
+        if max(chosen) >= self._options.vocab_size:
+            raise no_such_token(max(chosen), self._options.vocab_size)
+        return Choice(tuple(parents[kept].tolist()), tuple(chosen))
 
     def _total_scores(self, logits: torch.Tensor) -> torch.Tensor:
         """[1, num_beams * vocab]: of every token after every beam."""

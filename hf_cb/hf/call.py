@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import numbers
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +12,26 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.rules import GoNativeError
+from hf_cb.hf.surroundings import Surroundings
+
+
+def number_of(name: str, value: Any) -> Any:
+    """The number that an option of transformers' says, numpy's and torch's too. Raises GoNativeError where it is none: plain
+    generate has an answer, or an error, for it."""
+    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+    if not isinstance(value, numbers.Real):
+        raise GoNativeError(f"option {name} is no number")
+    return value
+
+
+def whole(name: str, value: Any) -> int:
+    """The same of what must be a whole number."""
+    number = number_of(name, value)
+    if not isinstance(number, numbers.Integral):
+        raise GoNativeError(f"option {name} is no whole number")
+    return int(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +45,51 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call after the preamble, its rows already as many as sequences (or beams) are asked for."""
+    """A call after the preamble, made on its caller's thread; its rows are as many as sequences (or beams) are asked for."""
 
     input_ids: torch.Tensor  # [B, T], left-padded
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
     attention_mask: torch.Tensor | None  # [B, T], None: all ones
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
     def keeps(self, name: str) -> bool:
         """Whether the caller wants `output_scores`, or whatever `name` says, in the result."""
         return bool(self.config.return_dict_in_generate and getattr(self.config, name, None))
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """How many rows there are for a prompt where there are no beams: its samples."""
+        return max(1, whole("num_return_sequences", self.config.num_return_sequences or 1))
+
+    @property
+    def pad_token(self) -> int | None:
+        """What stands where a row has no token."""
+        pad = self.config._pad_token_tensor
+        return None if pad is None else whole("pad_token_id", pad)
 
     def stopping(self) -> Stopping:
         """What the criteria come to. Raises GoNativeError where there is no limit."""
         lengths, eos, own = [], set[int](), []
         for criterion in self.criteria:  # the first that is met counts
             if type(criterion) is MaxLengthCriteria:
-                lengths.append(criterion.max_length - self.input_ids.shape[1])
+                lengths.append(number_of("max_length", criterion.max_length))
             elif type(criterion) is EosTokenCriteria:
-                eos.update(criterion.eos_token_id.flatten().tolist())
+                eos.update(whole("eos_token_id", token) for token in criterion.eos_token_id.flatten().tolist())
             else:
                 own.append(criterion)
-        if not lengths:
+        limits = [length for length in lengths if length < math.inf]  # no length comes to infinity, nor to what is no number
+        if not limits and lengths and not (eos or own):
+            raise InvalidArgumentError(
+                f"max_new_tokens, max_length: take a finite number, unless an end-of-sequence token or a stopping criterion "
+                f"ends the rows; got {lengths[0]!r}"
+            )
+        if not limits:
             raise GoNativeError("no limit on the length")
         # plain generate looks at the criteria after a token, not before
-        return Stopping(max(1, min(lengths)), frozenset(eos), own)
+        least = min(limits) - self.input_ids.shape[1]
+        return Stopping(1 if least < 1 else math.ceil(least), frozenset(eos), own)
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Each row without its left padding. A mask with a hole, or with padding on the right, is plain generate's business."""

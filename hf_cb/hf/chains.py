@@ -36,7 +36,7 @@ class Chain:
         """`x` [1, T, width]: as the first is given. `forward`: of the twin."""
         inner = {module for layer in layers for module in layer.modules()}
         before = [(module, {**vars(module)}, {**module._buffers}) for module in twin.modules() if module not in inner]
-        near, far = torch.arange(x.shape[1], device=x.device), spread(x.shape[1], _FAR).to(x.device)
+        near, far = torch.arange(x.shape[1], device=x.device, dtype=torch.int64), spread(x.shape[1], _FAR).to(x.device)
         try:
             # Far positions first: rotary embeddings that follow the length are themselves again after the others.
             tried = [_Trial(layers, x, loud, forward, where).chain() for where in (far, near) for loud in (False, True)]
@@ -105,7 +105,7 @@ class _Trial:
 
     def chain(self) -> Chain:
         """What is seen here."""
-        everything = torch.arange(len(self.positions), device=self.x.device)
+        everything = torch.arange(len(self.positions), device=self.x.device, dtype=torch.int64)
         some = everything[[-1, len(everything) // 2]]
         count = len(self.layers)
         answers, other = [self._answer(1 + i) for i in range(count)], self._answer(1 + count)
@@ -131,7 +131,7 @@ class _Trial:
         answers = [answer.clone() for answer in answers]  # they may be written to
         watch.hidden = {answer.untyped_storage().data_ptr() for answer in answers[:-1]}
         stand_ins = [_StandIn(answer, watch) for answer in answers]
-        ids = torch.arange(len(self.positions), device=self.x.device) % 2
+        ids = torch.arange(len(self.positions), device=self.x.device, dtype=torch.int64) % 2
         with replaced(dict(zip(self.layers, stand_ins, strict=True))), watch:
             logits = self.forward(ids[None], self.positions[None], indices)
         return stand_ins, watch, logits.clone()

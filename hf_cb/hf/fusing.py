@@ -197,7 +197,7 @@ def _between(module: nn.Module, first: Pack, second: Pack, joined: torch.Tensor,
 def _activations(module: nn.Module, packs: Sequence[Pack], dtype: torch.dtype) -> Iterator[int]:
     """Those that the module's own may be. In half precision two are nearly the same: its activation is tried by itself."""
     others = [child for child in _others(module, packs) if not isinstance(child, nn.Dropout)]
-    x = torch.linspace(-8, 8, 1001)
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float32, device="cpu")
     for number, function in _ACTIVATIONS.items():
         if len(others) == 1:
             if agree([others[0](x)], [function(x)]):

@@ -28,11 +28,12 @@ from hf_cb.handle import GenerationHandle
 from hf_cb.hf import errand
 from hf_cb.hf.beam_search import BeamSearch
 from hf_cb.hf.beams import beam_output, beam_requests
-from hf_cb.hf.call import Call, Stopping
+from hf_cb.hf.call import Call
 from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
-from hf_cb.hf.rules import GoNativeError, OwnRules, Part, criteria_of_row, processors_of
+from hf_cb.hf.rules import Ends, GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.sampling import Prompts, split
+from hf_cb.hf.surroundings import has_foreign_modes, needs_callers_thread
 from hf_cb.hf.tokenizing import stop_string_criterion
 from hf_cb.hf.twin import all_modules
 from hf_cb.options import Defaults, check_seed, ids_of
@@ -70,6 +71,8 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         device = device_of(model.get_input_embeddings())
     if torch.is_autocast_enabled(device.type):
         return "autocast is on in the calling thread"
+    if has_foreign_modes():
+        return "a torch mode of the caller's watches the calling thread"
     prepare = vars(model).get("prepare_inputs_for_generation")
     if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
         return "the model's inputs are prepared by something else"  # prompt tuning, say, puts tokens of its own before them
@@ -79,6 +82,9 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         if name == "synced_gpus" and not value:
             continue
         return f"argument {name}"
+    own = (*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ()))
+    if (bound := needs_callers_thread((*own, arguments.get("prefix_allowed_tokens_fn")))) is not None:
+        return f"{bound} needs its caller's thread"
     if _effective(model, arguments, "token_healing"):
         return "option token_healing"  # needs the tokenizer, which transformers keeps from a custom decoding function
     if _effective(model, arguments, "stop_strings") and any(
@@ -182,7 +188,7 @@ def _requests(engine: Engine, call: Call, seed: int | None) -> list[Request]:
     if call.config.do_sample and seed is None:
         seed = served.draw_seed() if (own := errand.current()) is None else own.seed
     make = beam_requests if mode in _BEAMS else _row_requests
-    requests = make(call, seed or 0)
+    requests = make(call, seed or 0, served.vocab_size)
     for request in requests:
         limit = served.max_positions
         if limit is not None and request.max_tokens > limit and (len(request.prompt) <= limit or served.stretches):
@@ -201,46 +207,46 @@ def _check(engine: Engine, request: Request) -> None:
         raise GoNativeError(str(error)) from None  # where one row would fit, its beams may not
 
 
-def _row_requests(call: Call, seed: int) -> list[Request]:
+def _row_requests(call: Call, seed: int, vocab_size: int) -> list[Request]:
     """One per row; the samples of one prompt fork from the first."""
     prompts, stopping = call.prompts(), call.stopping()
     eos, length = stopping.eos_token_ids, call.input_ids.shape[1]
     padding = tuple(length - len(prompt) for prompt in prompts)
-    processors, params = split(call.processors, bool(call.config.do_sample), Prompts(length, padding, eos))
+    own, params = split(call.processors, bool(call.config.do_sample), Prompts(length, padding, eos))
     requests: list[Request] = []
+    samples, ends = call.rows_per_prompt, Ends(stopping.max_new_tokens, eos, vocab_size)
     for i, prompt in enumerate(prompts):
-        first = i - i % _rows_per_prompt(call)
+        first = i - i % samples
         requests.append(
             Request(
                 prompt,
                 stopping.max_new_tokens,
                 eos,
                 replace(params, seed=check_seed(seed + i)),
-                rules=_rules(call, i, stopping, processors),
+                rules=_rules(call, i, own, stopping.criteria, ends),
                 fork_of=requests[first].request_id if first < i else None,
             )
         )
     return requests
 
 
-def _rows_per_prompt(call: Call) -> int:
-    return max(1, call.config.num_return_sequences or 1)
-
-
-def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any]) -> OwnRules | None:
-    """What the engine has no field for, for one row of the call. None: nothing."""
+def _rules(call: Call, row: int, own: list[Any], criteria: list[Any], ends: Ends) -> OwnRules | None:
+    """What the engine has no field for, for one row of the call: the first of its processors, criteria. None: nothing."""
     keep_scores, keep_logits = call.keeps("output_scores"), call.keeps("output_logits")
-    if not (processors or stopping.criteria or keep_scores or keep_logits):
+    if not (own or criteria or keep_scores or keep_logits):
         return None
-    num_rows, has_eos = len(call.input_ids), bool(stopping.eos_token_ids)
+    num_rows, has_eos = len(call.input_ids), bool(ends.eos_token_ids)
     if num_rows > 1 and has_eos and (keep_scores or keep_logits):
         raise GoNativeError("scores of several rows that may end apart: plain generate goes on computing those that ended")
-    part = Part(slice(row, row + 1), row // _rows_per_prompt(call))
+    part = Part(slice(row, row + 1), row // call.rows_per_prompt)
+    rest = call.processors[len(own) :] if own else []
     return OwnRules(
         call.input_ids[row : row + 1],
-        stopping.max_new_tokens,
-        processors_of(processors, part, is_whole=num_rows == 1),
-        criteria_of_row(stopping.criteria, num_rows, has_eos),
+        ends,
+        call.surroundings,
+        processors_of(own, part, is_whole=num_rows == 1),
+        processors_of(rest, part, is_whole=num_rows == 1),
+        criteria_of_row(criteria, num_rows, has_eos),
         keep_scores,
         keep_logits,
     )
@@ -249,8 +255,7 @@ def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any]) -> O
 def _run(
     engine: Engine, call: Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
 ) -> Any:
-    pad = call.config._pad_token_tensor
-    pad_token = int(pad) if pad is not None else 0
+    pad_token = call.pad_token or 0
     handles = engine.submit_all(requests)
     try:
         if (own_errand := errand.current()) is not None:
@@ -269,6 +274,8 @@ def _run(
             raise
     else:
         return _output(call, requests, rows, pad_token)
+    finally:
+        call.surroundings.bring_back()
     raise own
 
 
@@ -277,9 +284,9 @@ def _output(call: Call, requests: list[Request], rows: list[tuple[int, ...]], pa
     searches = [request.search for request in requests if isinstance(request.search, BeamSearch)]
     if searches:
         return beam_output(call, searches)
-    new = torch.full((len(rows), max(map(len, rows))), pad_token)
+    new = torch.full((len(rows), max(map(len, rows))), pad_token, dtype=torch.int64, device="cpu")
     for i, row in enumerate(rows):
-        new[i, : len(row)] = torch.tensor(row)
+        new[i, : len(row)] = torch.tensor(row, dtype=torch.int64, device="cpu")
     sequences: Any = torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
     if not call.config.return_dict_in_generate:
         return sequences
@@ -311,7 +318,7 @@ def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStrea
         tokens = [next(iterator, None) for iterator in iterators]
         if all(token is None for token in tokens):
             break
-        streamer.put(torch.tensor([pad_token if token is None else token for token in tokens]))
+        streamer.put(torch.tensor([pad_token if token is None else token for token in tokens], dtype=torch.int64, device="cpu"))
     streamer.end()
 
 

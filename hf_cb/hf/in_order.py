@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from hf_cb.blocking import block
 from hf_cb.hf.errand import Errand, seed_at
+from hf_cb.hf.surroundings import Surroundings
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,7 +25,7 @@ class InOrder(Generic[T, R]):
 
     At most `limit` items have been read and not been handed out. Reading has a thread of its own: an item that is long in
     coming, from a queue or the net, holds up no result. What `items` or `answer` raise is raised in its place. Nothing goes on
-    once nobody holds this. The calls' own seeds follow from `seed`.
+    once nobody holds this. The calls' own seeds follow from `seed`; their surroundings are those of the first `next`.
     """
 
     def __init__(self, items: Iterator[T], answer: Callable[[T], R], limit: int, seed: int) -> None:
@@ -73,7 +74,8 @@ class _Flow(Generic[T, R]):
 
     def start(self) -> None:
         if self._feeder is None:
-            self._feeder = _Thread(self._feed, grace=_FEEDER_GRACE)
+            self._surroundings = Surroundings()
+            self._feeder = _Thread(self._surroundings.copy().run, self._feed, grace=_FEEDER_GRACE)
             self._feeder.start()
 
     def wait(self) -> Future[R] | None:
@@ -124,7 +126,7 @@ class _Flow(Generic[T, R]):
         try:
             item = next(items)
             self._errands.add(errand)
-            _Thread(self._run, future, item, errand, grace=_GRACE).start()
+            _Thread(self._surroundings.copy().run, self._run, future, item, errand, grace=_GRACE).start()
         except StopIteration:
             return False
         except BaseException as error:  # no thread to be had, for one

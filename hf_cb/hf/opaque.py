@@ -23,7 +23,7 @@ class _Call:
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self.function = function
-        self.handle = torch.tensor(next(_ids))
+        self.handle = torch.tensor(next(_ids), dtype=torch.int64, device="cpu")
         _calls[int(self.handle)] = self
 
 

@@ -21,9 +21,28 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
+from hf_cb.hf.surroundings import Surroundings
+
 
 class GoNativeError(Exception):
     """Raised inside the seam: this call runs natively. The message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where a row ends, whatever its own code says."""
+
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int  # of what the model can be given: it goes on from no other token
+
+
+def no_such_token(token: int, vocab_size: int) -> IndexError:
+    """What plain generate raises, too, when wider scores choose a token that the model can't go on from."""
+    return IndexError(f"index out of range: the scores of a logits processor chose token {token}; the model has {vocab_size}")
+
+
+_ROOM = 1024  # output tokens for which there is memory from the beginning: a limit may be far beyond what comes
 
 
 class OwnRules:
@@ -32,18 +51,23 @@ class OwnRules:
     def __init__(
         self,
         row: torch.Tensor,
-        max_new_tokens: int,
+        ends: Ends,
+        surroundings: Surroundings,
         processors: LogitsProcessorList,
+        rest: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         keep_scores: bool = False,
         keep_logits: bool = False,
     ) -> None:
-        """`row`: [1, n] ids, its padding included."""
+        """`row`: [1, n] ids, its padding included. `rest`: of the processors, for which the request has fields."""
+        self._ends = ends
         self._length = row.shape[1]
-        with torch.inference_mode(False):  # else the engine's thread could not write into it
-            self._ids = torch.empty((1, self._length + max_new_tokens), dtype=row.dtype, device=row.device)
-        self._ids[:, : self._length] = row
+        self._longest = self._length + ends.max_new_tokens
+        self._ids = row
+        self._make_room(min(ends.max_new_tokens, _ROOM))
+        self._surroundings = surroundings
         self._processors = processors
+        self._rest = rest
         self._criteria = criteria
         self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None  # [1, vocab] each
         self.logits: tuple[torch.Tensor, ...] | None = () if keep_logits else None
@@ -51,28 +75,49 @@ class OwnRules:
 
     def process(self, logits: Any) -> Any:
         """Scores [1, vocab] for the next token."""
-        logits = logits.to(self._ids.device)
-        if self.logits is not None:
-            self.logits += (logits,)  # the tensor itself: as in plain generate, a processor that works in place shows here
+        return self._own(self._process, logits)
+
+    def accept(self, token: int, scores: Any) -> bool:
+        """Append the token and ask the criteria."""
+        if self._length == self._ids.shape[1]:
+            self._make_room(self._length)
+        self._ids[0, self._length] = token
+        self._length += 1
+        is_stopped = self._own(self._accept, scores) if self._criteria or self.scores is not None else False
+        is_last = is_stopped or token in self._ends.eos_token_ids or self._length == self._longest
+        if token >= self._ends.vocab_size and not is_last:
+            self.error = no_such_token(token, self._ends.vocab_size)
+            raise self.error
+        return is_stopped
+
+    def _make_room(self, tokens: int) -> None:
+        with torch.inference_mode(False):  # else no other thread could write into it
+            self._ids = torch.nn.functional.pad(self._ids, (0, tokens))
+
+    def _own(self, function: Callable[..., Any], tensor: Any) -> Any:
         try:
-            return self._processors(self._history(), logits) if self._processors else logits
+            return self._surroundings.run(function, tensor)
         except BaseException as error:  # SystemExit too is this caller's affair, not the engine's
             self.error = error
             raise
 
-    def accept(self, token: int, scores: Any) -> bool:
-        """Append the token and ask the criteria."""
-        self._ids[0, self._length] = token
-        self._length += 1
+    def _process(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.to(self._ids.device, copy=True)
+        if self.logits is not None:
+            self.logits += (logits,)  # the tensor itself: as in plain generate, a processor that works in place shows here
+        if not self._processors:
+            return logits
+        scores: torch.Tensor = self._processors(self._history(), logits)
+        if scores.dim() != 2 or len(scores) != 1:
+            raise ValueError(f"logits processors: plain generate takes scores of shape [1, n]; got {list(scores.shape)}")
+        if scores.shape != logits.shape or scores.dtype != logits.dtype:
+            return self._rest(self._history(), scores)
+        return scores
+
+    def _accept(self, scores: torch.Tensor) -> bool:
         if self.scores is not None:
             self.scores += (scores.to(self._ids.device, copy=True),)
-        if not self._criteria:
-            return False
-        try:
-            return bool(self._criteria(self._history(), self.scores).all())
-        except BaseException as error:  # SystemExit too is this caller's affair, not the engine's
-            self.error = error
-            raise
+        return bool(self._criteria and self._criteria(self._history(), self.scores).all())
 
     def _history(self) -> Any:
         """Prompt and output so far, [1, n]."""

@@ -20,6 +20,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from hf_cb.errors import InvalidArgumentError
+from hf_cb.hf.rules import GoNativeError
+from hf_cb.options import check_sampling
 from hf_cb.request import SamplingParams
 
 _Parameter = tuple[str, Any]
@@ -49,6 +52,7 @@ def split(processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> tuple
     """(processors to run as they are, fields to apply after them) that together are `processors`, in their order.
 
     From the last one backwards, processors become fields for as long as each has one and they stand in the engine's order.
+    Raises GoNativeError where a field has a value that the engine does not take.
     """
     found: dict[str, Any] = {}
     first, rank = len(processors), len(_ORDER)
@@ -63,7 +67,15 @@ def split(processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> tuple
         found[name] = max(found[name], value) if repeats else value
         rank = _ORDER.index(name)
         first -= 1
-    return list(processors[:first]), SamplingParams(do_sample=do_sample, **found)
+    return list(processors[:first]), _checked(SamplingParams(do_sample=do_sample, **found))
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """What transformers takes and the engine does not, plain generate knows: infinities, numbers of odd types."""
+    try:
+        return check_sampling(params)
+    except InvalidArgumentError as error:
+        raise GoNativeError(f"option {str(error).partition(':')[0]} has a value of another kind") from None
 
 
 def _parameter(processor: Any, do_sample: bool, prompts: Prompts) -> _Parameter | None:

@@ -32,7 +32,7 @@ if hasattr(os, "register_at_fork"):  # the threads that hold them are not in the
 def draw_seed() -> int:
     """One draw from torch's global generator, so that `torch.manual_seed` makes a run repeatable."""
     with _guard:
-        return int(torch.randint(0, 1 << 62, (), generator=_stand_in).item())
+        return int(torch.randint(0, 1 << 62, (), generator=_stand_in, dtype=torch.int64, device="cpu").item())
 
 
 @contextlib.contextmanager

@@ -247,7 +247,9 @@ def _query_scale_span(model: nn.Module) -> int | None:
 def _probe_rows(vocab_size: int, longest: int, device: torch.device) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     lengths = (longest, min(longest, 36))
-    return [torch.randint(0, vocab_size, (n,), generator=generator).to(device) for n in lengths]
+    return [
+        torch.randint(0, vocab_size, (n,), generator=generator, dtype=torch.int64, device="cpu").to(device) for n in lengths
+    ]
 
 
 def _plain_logits(twin: nn.Module, row: torch.Tensor) -> torch.Tensor:
@@ -261,7 +263,11 @@ def _observe(twin: nn.Module, forward: Forward, rows: list[torch.Tensor]) -> Obs
     observer = Observer()
     set_port(twin, observer)
     row = rows[1]
-    forward(row[None], torch.arange(len(row), device=row.device)[None], torch.tensor([len(row) - 1], device=row.device))
+    forward(
+        row[None],
+        torch.arange(len(row), device=row.device, dtype=torch.int64)[None],
+        torch.tensor([len(row) - 1], device=row.device, dtype=torch.int64),
+    )
     if not observer.specs:
         raise UnservableError("its layers never call the registered attention function")
     return observer
@@ -361,7 +367,7 @@ def _run_packed(
     `sparing`: of each chunk's last position, and only they are asked for, as in service."""
     generator = torch.Generator().manual_seed(1)
     per_row = -(-_LONGEST_PROBE // block_size)
-    blocks = (torch.randperm(2 * per_row, generator=generator) + 1).tolist()
+    blocks = (torch.randperm(2 * per_row, generator=generator, dtype=torch.int64, device="cpu") + 1).tolist()
     tables = [blocks[:per_row], blocks[per_row:]]
     done = [0, 0]
     logits: list[list[torch.Tensor]] = [[], []]
@@ -376,7 +382,7 @@ def _run_packed(
             break
         total = sum(len(row.token_ids) for row in scheduled)
         batch = build_input_batch(SchedulerOutput(scheduled, total), block_size, streams_of(device))
-        asked = batch.logits_indices if sparing else torch.arange(total, device=device)
+        asked = batch.logits_indices if sparing else torch.arange(total, device=device, dtype=torch.int64)
         port.begin(batch.steps, asked if sparing else None)
         out = forward(batch.input_ids, batch.position_ids, asked).float()
         if any(calls != 1 for calls in port.calls):

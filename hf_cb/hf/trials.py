@@ -42,7 +42,7 @@ def scales(dtype: torch.dtype) -> tuple[float, ...]:
 
 def noise(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """The same numbers for the same seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu").to(dtype)
 
 
 def near_and_far(kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def _spread(positions: torch.Tensor) -> torch.Tensor:
 
 def spread(count: int, most: int = _FAR) -> torch.Tensor:
     """Positions [count] from 0 on, ever farther apart."""
-    return torch.logspace(0, math.log2(most), count, base=2).long() - 1
+    return torch.logspace(0, math.log2(most), count, base=2, dtype=torch.float32, device="cpu").long() - 1
 
 
 def same(one: Any, other: torch.Tensor) -> bool:

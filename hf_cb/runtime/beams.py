@@ -33,5 +33,4 @@ class Beams:
             return None
         logits = torch.stack([self._logits[beam] for beam in range(expected)])
         self._logits.clear()
-        with torch.inference_mode(False), torch.no_grad():  # ordinary tensors: the caller's code may keep them, or change them
-            return self._search.choose(logits.clone())
+        return self._search.choose(logits)

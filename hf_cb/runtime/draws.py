@@ -53,11 +53,13 @@ class MersenneDraws:
 
     def draw(self, probs: torch.Tensor) -> int:
         """A token by probs [vocab]."""
+        if probs.dtype != torch.float32:
+            return _race_of_all(self._words, probs)
         p = probs.numpy()
         best = int(p.argmax())
         if not (np.isfinite(p[best]) and p[best] > 0):  # argmax finds a NaN, too
             return _refused(probs)
-        words = self._words.integers(0, 1 << 64, size=len(p), dtype=np.uint64) & np.uint64((1 << _BITS) - 1)
+        words = _draw_words(self._words, len(p))
         # A time is no shorter than its uniform number, so what is slower by that number than the best token cannot win.
         limit = p * np.float32(_SLACK * 2.0**_HIGH_BITS * _times(words[best]) / p[best])
         runners = np.flatnonzero((words >> np.uint64(_BITS - _HIGH_BITS)).astype(np.int32).astype(np.float32) < limit)
@@ -74,8 +76,18 @@ class NativeDraws:
 
     def draw(self, probs: torch.Tensor) -> int:
         """A token by probs [vocab]."""
+        if probs.dtype != torch.float32:
+            return self._draw_in_numpy(probs)
         token = int(torch.ops.hf_cb.draw([self.state], probs[None].contiguous()))
         return _refused(probs) if token < 0 else token
+
+    def _draw_in_numpy(self, probs: torch.Tensor) -> int:
+        state, bits = self.state.numpy().view(np.uint32), np.random.MT19937()
+        bits.state = {"bit_generator": "MT19937", "state": {"key": state[:-1], "pos": int(state[-1])}}
+        token = _race_of_all(np.random.Generator(bits), probs)
+        after: Any = bits.state["state"]
+        state[:-1], state[-1] = after["key"], after["pos"]
+        return token
 
 
 def draw_all(sources: Sequence[Draws], probs: torch.Tensor) -> torch.Tensor:
@@ -88,7 +100,9 @@ def draw_all(sources: Sequence[Draws], probs: torch.Tensor) -> torch.Tensor:
     drawn = [source for source in sources if isinstance(source, TorchDraws)]
     if len(drawn) == len(sources):
         return _race(drawn, probs)
-    return torch.tensor([_draw(source, row) for source, row in zip(sources, probs, strict=True)])
+    return torch.tensor(
+        [_draw(source, row) for source, row in zip(sources, probs, strict=True)], dtype=torch.int64, device="cpu"
+    )
 
 
 def _race(sources: Sequence[TorchDraws], probs: torch.Tensor) -> torch.Tensor:
@@ -111,14 +125,14 @@ def _draw(source: Draws, probs: torch.Tensor) -> int:
 def refusal() -> RuntimeError:
     """torch's own error for what are no probabilities."""
     try:
-        torch.multinomial(torch.tensor([math.nan]), 1)
+        torch.multinomial(torch.tensor([math.nan], dtype=torch.float32, device="cpu"), 1)
     except RuntimeError as error:
         return error
     raise AssertionError("multinomial drew from NaN")
 
 
 def _refused(probs: torch.Tensor) -> int:
-    """Raises it."""
+    """Raises it where probs are none."""
     return int(torch.multinomial(probs, 1, generator=torch.Generator(probs.device)))
 
 
@@ -139,6 +153,18 @@ def _mersenne_twister(seed: int) -> np.random.Generator:
     return np.random.Generator(bits)
 
 
+def _race_of_all(source: np.random.Generator, probs: torch.Tensor) -> int:
+    """A token by probs [m] of any dtype, by the times of all."""
+    _refused(probs)
+    times = torch.from_numpy(-np.log1p(_draw_words(source, len(probs)) * -(2.0**-_BITS)))
+    return int((probs / times.to(probs.dtype)).argmax())
+
+
+def _draw_words(source: np.random.Generator, count: int) -> np.ndarray:
+    """The bits of so many uniform numbers."""
+    return source.integers(0, 1 << 64, size=count, dtype=np.uint64) & np.uint64((1 << _BITS) - 1)
+
+
 def _times(words: np.ndarray) -> np.ndarray:
     """Exponential times, float32, from 53 random bits each."""
     return (-np.log1p(words * -(2.0**-_BITS))).astype(np.float32)
@@ -152,7 +178,7 @@ def _native_is_torchs() -> bool:
     except extension.BuildError:
         return False
     ours, theirs = NativeDraws(20), TorchDraws(20, torch.device("cpu"))
-    rows = (torch.linspace(0, power, 3000).exp().softmax(-1) for power in (0, 1, 2, 3))
+    rows = (torch.linspace(0, power, 3000, dtype=torch.float32, device="cpu").exp().softmax(-1) for power in (0, 1, 2, 3))
     return all(ours.draw(row) == theirs.draw(row) for row in rows)
 
 
@@ -162,9 +188,7 @@ def _torch_is_mersenne() -> bool:
     seed, words = 20, _mersenne_twister(20)
     generator = torch.Generator().manual_seed(seed)
     for length in (1, 7, 3000):
-        times = torch.empty(length).exponential_(generator=generator).numpy()
-        if not np.array_equal(
-            times, _times(words.integers(0, 1 << 64, size=length, dtype=np.uint64) & np.uint64((1 << _BITS) - 1))
-        ):
+        times = torch.empty(length, dtype=torch.float32, device="cpu").exponential_(generator=generator).numpy()
+        if not np.array_equal(times, _times(_draw_words(words, length))):
             return False
     return True

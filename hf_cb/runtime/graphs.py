@@ -92,7 +92,7 @@ class _Inputs:
             )
             for _ in range(num_groups)
         )
-        return cls(full(1, rows), full(1, rows), torch.arange(rows, device=device), steps, scratch_block)
+        return cls(full(1, rows), full(1, rows), torch.arange(rows, device=device, dtype=torch.int64), steps, scratch_block)
 
     def fill(self, batch: InputBatch) -> None:
         """Put a step's n rows in. The others keep ids and positions of earlier ones, which are as valid as any, and write to

@@ -37,7 +37,7 @@ def filter_by_head(scores: torch.Tensor, params: Sequence[SamplingParams]) -> li
         members = waiting[level]
         if not members:
             continue
-        index = torch.tensor(members, device=scores.device)
+        index = torch.tensor(members, device=scores.device, dtype=torch.int64)
         head, certain, longer = _filter(scores[index], min(length, scores.shape[-1]), [params[i] for i in members])
         sure_index = index[certain]
         scores.index_fill_(0, sure_index, -math.inf)
@@ -59,10 +59,14 @@ def _filter(scores: torch.Tensor, length: int, params: Sequence[SamplingParams])
     """(filtered heads, whether each row [n] is certain, whether a longer head may help)."""
     vocab_size = scores.shape[-1]
     values, ids = torch.topk(scores, length)
-    rank = torch.arange(length)
-    top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])[:, None]
-    top_p = torch.tensor([p.top_p if p.top_p < 1.0 else math.inf for p in params], dtype=torch.float64)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64)[:, None]
+    rank = torch.arange(length, dtype=torch.int64, device=scores.device)
+    top_k = torch.tensor(
+        [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], dtype=torch.int64, device=scores.device
+    )[:, None]
+    top_p = torch.tensor([p.top_p if p.top_p < 1.0 else math.inf for p in params], dtype=torch.float64, device=scores.device)[
+        :, None
+    ]
+    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=scores.device)[:, None]
     within = rank < top_k
     to_best = (values.double() - values[:, :1].double()).exp()  # probability over the best token's
     total = (to_best * within).sum(dim=-1, keepdim=True)

@@ -67,7 +67,7 @@ class Lockstep:
 
     def least(self, number: int) -> int:
         """The least of the numbers that the ranks bring. Called by all."""
-        tensor = torch.tensor([number])
+        tensor = torch.tensor([number], dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._channel)
         return int(tensor)
 

@@ -12,7 +12,7 @@ from hf_cb.request import Request, TokenLogprobs
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """Of each row's token, with its `counts[i]` most probable tokens, from logits [n, vocab] of any float dtype."""
     logprobs = logits.float().log_softmax(dim=-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None])[:, 0].tolist()
     most = min(max(counts), logits.shape[-1])
     values, ids = (part.tolist() for part in logprobs.topk(most, dim=-1))
     return [TokenLogprobs(own[i], tuple(ids[i][:k]), tuple(values[i][:k])) for i, k in enumerate(counts)]

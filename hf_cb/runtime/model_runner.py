@@ -41,7 +41,7 @@ class Launched:
     ids: tuple[int, ...]  # requests for which `draft` has a token each
     rows: list[RowState]  # theirs: a request may end before its step does
     draft: Draft | None  # None: there are none
-    arriving: Download  # the draft's tokens [n], and whether there is a NaN in each row's logits [n]
+    arriving: Download  # the draft's tokens [n], and whether there is a NaN in each row's scores [n]
     errors: dict[int, BaseException]  # request id -> what is known already
     seconds: float  # that the model took of the host's time
 

@@ -7,6 +7,7 @@ first, row by row; then what its SamplingParams say, for all rows together (`war
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,8 +79,7 @@ class RowState:
                 tokens.add(token)
         if self.rules is None:
             return False
-        with torch.inference_mode(False), torch.no_grad():
-            return self.rules.accept(token, scores)
+        return self.rules.accept(token, scores)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,10 +87,11 @@ class Draft:
     """Tokens that are chosen, and may not have come to the host yet."""
 
     tokens: torch.Tensor  # [n] int64, on the device of the logits; -1 where a row has no probabilities to draw by
-    has_nan: torch.Tensor  # [n] bool: whether there is a NaN in each row's logits
+    has_nan: torch.Tensor  # [n] bool: whether there is a NaN in each row's scores, what is forbidden left out
     errors: dict[int, BaseException]  # index of the row -> what is known already
     logits: torch.Tensor  # [n, vocab]
     scores: torch.Tensor  # [n, vocab]: by what the tokens were chosen, as far as rules want to know; then float32
+    final: dict[int, torch.Tensor]  # index of the row -> its scores [1, m] in its rules' own form, which it was chosen by
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,10 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
 def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Draft:
     """The part of `sample` that goes to the device. Unless a row `needs_host`, nothing in it waits for that."""
     errors: dict[int, BaseException] = {i: _twice() for i, row in enumerate(rows) if row.num_asked > row.num_sampled}
-    scores = _process(logits, rows, errors)
-    tokens, has_nan = _best(scores, logits)
-    drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors]
+    final: dict[int, torch.Tensor] = {}
+    scores = _process(logits, rows, final, errors)
+    tokens, has_nan = _best(scores)
+    drawing = [i for i, row in enumerate(rows) if row.params.do_sample and i not in errors and i not in final]
     if drawing:
         index = to_device(drawing, torch.int64, scores.device)
         warped = warp(scores.index_select(0, index).float(), [rows[i].params for i in drawing])
@@ -125,9 +127,14 @@ def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Draft:
         for j, i in enumerate(drawing):
             if rows[i].rules is not None:
                 scores[i] = warped[j]
+    for i, own in final.items():
+        try:
+            tokens[i] = _source(rows[i]).draw(own.softmax(dim=-1)[0]) if rows[i].params.do_sample else own.argmax()
+        except Exception as error:
+            errors[i] = error
     for row in rows:
         row.num_sampled += 1
-    return Draft(tokens, has_nan, errors, logits, scores)
+    return Draft(tokens, has_nan, errors, logits, scores, final)
 
 
 def _twice() -> RuntimeError:
@@ -142,7 +149,7 @@ def accept(draft: Draft, rows: Sequence[RowState], tokens: list[int]) -> Sampled
             errors.setdefault(i, refusal())
     for i, row in enumerate(rows):
         try:
-            if i not in errors and row.needs_host and row.accept(tokens[i], draft.scores[i : i + 1]):
+            if i not in errors and row.needs_host and row.accept(tokens[i], draft.final.get(i, draft.scores[i : i + 1])):
                 stopped.add(i)
         except BaseException as error:
             errors[i] = error
@@ -166,15 +173,17 @@ def _logprobs(
         halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
         first, second = (_logprobs(logits, {i: asking[i] for i in half}, tokens, errors) for half in halves)
         return first | second
-    return dict(zip(rows, found, strict=True))
+    notes = dict(zip(rows, found, strict=True))
+    errors.update({i: FloatingPointError("its logits hold NaN") for i, note in notes.items() if math.isnan(note.logprob)})
+    return notes
 
 
-def _best(scores: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first best token of each row of scores, [n] int64, and whether there is a NaN in that row of logits, [n] bool."""
-    if scores.device.type == "cpu" and is_loaded() and logits.dtype in (torch.float32, torch.bfloat16, torch.float16):
+def _best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first best token of each row of scores, [n] int64, and whether there is a NaN in that row, [n] bool."""
+    if scores.device.type == "cpu" and is_loaded() and scores.dtype in (torch.float32, torch.bfloat16, torch.float16):
         tokens, has_nan = torch.ops.hf_cb.best(scores)
-        return tokens, has_nan if scores is logits else torch.ops.hf_cb.best(logits)[1]
-    has_nan = logits.amax(dim=-1).isnan()  # the largest of a row with a NaN is NaN
+        return tokens, has_nan
+    has_nan = scores.amax(dim=-1).isnan()  # the largest of a row with a NaN is NaN
     if scores.device.type == "cpu":  # where numpy is ten times as fast at it
         return torch.from_numpy(scores.float().numpy().argmax(axis=-1)), has_nan
     return scores.argmax(dim=-1), has_nan
@@ -185,33 +194,31 @@ def _source(row: RowState) -> Draws:
     return row.draws
 
 
-def _process(logits: torch.Tensor, rows: Sequence[RowState], errors: dict[int, BaseException]) -> torch.Tensor:
+def _process(
+    logits: torch.Tensor, rows: Sequence[RowState], final: dict[int, torch.Tensor], errors: dict[int, BaseException]
+) -> torch.Tensor:
     """What does not depend on sampling, from logits to scores [n, vocab]: a copy in float32 where any row asks for anything, or
-    where they are finer than that."""
+    where they are finer than that. Scores that a row's rules give in a form of their own go to `final`."""
     biased = [(i, row.params.logit_bias) for i, row in enumerate(rows) if row.params.logit_bias]
     penalties = [(i, row.params.repetition_penalty, row.seen) for i, row in enumerate(rows) if row.seen is not None]
     present = [(i, row.params, row.produced) for i, row in enumerate(rows) if row.produced is not None]
     forbidden = [(i, ids) for i, row in enumerate(rows) if (ids := row.forbidden())]
-    ruled = [i for i, row in enumerate(rows) if row.rules is not None and i not in errors]
+    ruled = [(i, row.rules) for i, row in enumerate(rows) if row.rules is not None and i not in errors]
     if not (biased or penalties or present or forbidden or ruled):
         return logits if logits.dtype.itemsize <= 4 else logits.float()
     scores = logits.to(torch.float32, copy=True)
-    for i in ruled:
+    for i, rules in ruled:
         rows[i].num_asked = rows[i].num_sampled + 1
-        _apply_rules(i, rows[i].rules, scores, errors)
+        try:
+            own = rules.process(scores[i : i + 1])
+            if own.shape[1:] == scores.shape[1:] and own.dtype == scores.dtype:
+                scores[i] = own[0]
+            else:
+                final[i] = own
+        except BaseException as error:  # of the caller's own code, which may as well exit
+            errors[i] = error
     bias(scores, biased)
     penalise_repetition(scores, penalties)
     penalise_presence(scores, present)
     forbid(scores, forbidden)
     return scores
-
-
-def _apply_rules(i: int, rules: RowRules | None, scores: torch.Tensor, errors: dict[int, BaseException]) -> None:
-    assert rules is not None
-    try:
-        # Ordinary tensors, as under plain generate: the caller's code may keep them, or change them.
-        with torch.inference_mode(False), torch.no_grad():
-            own = rules.process(scores[i : i + 1].clone())
-        scores[i] = own[0]
-    except BaseException as error:  # of the caller's own code, which may as well exit
-        errors[i] = error

@@ -87,7 +87,7 @@ class CudaStreams(Streams):
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """All in one copy, from memory that torch takes back when that is done."""
         ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
-        host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True, device="cpu")
         starts = [0, *ends[:-1].tolist()]
         for array, part in zip(arrays, _parts(arrays, host, starts), strict=True):
             part.numpy()[...] = array
@@ -95,7 +95,7 @@ class CudaStreams(Streams):
 
     def download(self, *tensors: torch.Tensor) -> Download:
         """See Streams."""
-        there = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors)
+        there = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu") for tensor in tensors)
         for target, tensor in zip(there, tensors, strict=True):
             target.copy_(tensor, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ def _parts(arrays: Sequence[np.ndarray], memory: torch.Tensor, starts: Sequence[
 
 def to_device(values: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A few numbers as a tensor, without waiting for the device."""
-    host = torch.as_tensor(values, dtype=dtype)
+    host = torch.as_tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

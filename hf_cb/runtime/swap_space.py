@@ -60,7 +60,7 @@ def _host_blocks(spec: LayerSpec, head_size: int, space: SwapSpace) -> torch.Ten
     shape = (space.num_blocks, space.block_size, spec.num_kv_heads, head_size)
     if spec.device.type == "cpu":
         return lazy_zeros(shape, spec.stored_dtype)
-    return torch.empty(shape, dtype=spec.stored_dtype, pin_memory=True)
+    return torch.empty(shape, dtype=spec.stored_dtype, pin_memory=True, device="cpu")
 
 
 def _runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:

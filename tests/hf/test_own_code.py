@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import hf_cb
+from hf_cb.hf import rules
 
 NEW = 12
 PROMPTS = [row[None] for row in seam.prompts(6, 17, 3, 11, 8, 14, 5, 9)]
@@ -49,9 +50,8 @@ class Note(LogitsProcessor, StoppingCriteria):
         self.threads.add(threading.current_thread().name)
         assert input_ids.shape[0] == 1
         assert not torch.is_grad_enabled()
-        assert not torch.is_inference_mode_enabled()
         if isinstance(scores, torch.Tensor):
-            assert not scores.is_inference()
+            assert scores.is_inference() == torch.is_inference_mode_enabled()
             assert scores.dtype == torch.float32
             self.processed.append(input_ids[0].tolist())
             return scores
@@ -81,6 +81,16 @@ def test_once_per_token_with_the_whole_history(options: dict[str, Any]) -> None:
             assert note.threads == {"hf_cb-engine"}
         assert duo.engine.stats().native_calls == {}
         assert (duo.engine.stats().preemptions > 0) == ("num_blocks" in options)
+
+
+def test_a_limit_far_beyond_what_comes_takes_no_memory(duo: seam.Duo, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = int(duo.plain.generate(PROMPTS[0], max_new_tokens=NEW)[0, -1])
+    call = {"eos_token_id": end, "pad_token_id": 0, "logits_processor": [lambda ids, scores: scores]}
+    duo.same(PROMPTS[0], max_new_tokens=10**12, native="positions", **call)
+    monkeypatch.setattr(rules, "_ROOM", 2)
+    with torch.inference_mode():
+        tokens = duo.same(PROMPTS[0], max_new_tokens=40, logits_processor=[note := Note()])[0].tolist()
+    assert note.processed[-1] == tokens[:-1]
 
 
 def test_a_criterion_sees_the_scores_if_they_are_kept(duo: seam.Duo) -> None:

@@ -69,10 +69,20 @@ def test_what_is_refused() -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(suppress_tokens=(3,)), SamplingParams(do_sample=True)])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(suppress_tokens=(4,)), SamplingParams(do_sample=True)])
 def test_a_nan_of_the_models_is_told_whatever_is_asked_for(sampling: SamplingParams, dtype: torch.dtype) -> None:
-    """Where the NaN itself is suppressed, too."""
     logits = torch.zeros(2, 20, dtype=dtype)
     logits[1, 3] = math.nan
     rows = [RowState.of(Request((1,), 5, frozenset(), sampling), CPU) for _ in range(2)]
     assert choose(logits, rows).has_nan.tolist() == [False, True]
+
+
+@each_dtype
+def test_a_nan_that_is_suppressed_harms_nobody(dtype: torch.dtype) -> None:
+    """Plain generate chooses by the scores that are left. A row that holds nothing but NaN is as bad as ever."""
+    logits = torch.zeros(3, 20, dtype=dtype)
+    logits[:2, 7], logits[1, 3], logits[2] = 1.0, math.nan, math.nan
+    rows = [RowState.of(Request((1,), 5, frozenset(), SamplingParams(suppress_tokens=(3,))), CPU) for _ in range(3)]
+    draft = choose(logits, rows)
+    assert draft.has_nan.tolist() == [False, False, True]
+    assert draft.tokens.tolist()[:2] == [7, 7]

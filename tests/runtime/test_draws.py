@@ -91,3 +91,16 @@ def test_a_torch_with_other_numbers_is_found_out(monkeypatch: pytest.MonkeyPatch
         assert isinstance(draws.draws(5, CPU), TorchDraws)
     finally:
         draws._torch_is_mersenne.cache_clear()
+
+
+@mersenne
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_probabilities_of_other_dtypes_and_lengths(kind: type[Any], dtype: torch.dtype) -> None:
+    generator, ours = torch.Generator().manual_seed(5), kind(5)
+    for length in (112, 3000, 7, 130):  # between them one in float32: the stream of numbers is one
+        for probs in rows(length, 1)[::7]:
+            for row in (probs.to(dtype), probs):
+                assert ours.draw(row) == int(torch.multinomial(row, 1, generator=generator))
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        ours.draw(torch.full((5,), torch.nan, dtype=dtype))
