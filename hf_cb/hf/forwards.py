@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -67,7 +67,7 @@ def wrapped_forward(model: nn.Module) -> str | None:
 
 
 def _held(function: types.FunctionType) -> Iterator[nn.Module]:
-    """The modules that a function refers to beside its arguments, itself or by other functions."""
+    """The modules that a function refers to beside its arguments, itself or by what it wraps."""
     seen: set[int] = set()
     pending: list[Any] = [function]
     while pending:
@@ -77,18 +77,21 @@ def _held(function: types.FunctionType) -> Iterator[nn.Module]:
         seen.add(id(thing))
         if isinstance(thing, nn.Module):
             yield thing
-        pending += _parts(thing)
+        else:
+            pending += _parts(thing)
 
 
-def _parts(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, types.FunctionType):
-        parts = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+def _parts(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, types.MethodType):
+        yield from (thing.__self__, thing.__func__)
+    elif isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, types.FunctionType):
         for cell in thing.__closure__ or ():
             with contextlib.suppress(ValueError):  # empty
-                parts.append(cell.cell_contents)
-        return parts
-    if isinstance(thing, types.MethodType):
-        return (thing.__self__, thing.__func__)
-    if isinstance(thing, functools.partial):
-        return (thing.func, *thing.args, *thing.keywords.values())
-    return ()
+                yield cell.cell_contents
+        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), vars(thing).get("__wrapped__"))
+        used = (thing.__globals__.get(name) for name in thing.__code__.co_names)
+        yield from (value for value in used if isinstance(value, (nn.Module, types.MethodType)))
+    elif callable(thing) and not isinstance(thing, type):  # an object that stands for a function
+        yield from getattr(thing, "__dict__", {}).values()

@@ -100,20 +100,30 @@ def wrap_as_a_method(model: PreTrainedModel) -> None:
     model.forward = types.MethodType(forward, model)
 
 
+def wrap_under_autocast(model: PreTrainedModel) -> None:
+    """As TRL does it first, and then accelerate."""
+    wrap_as_a_method(model)
+    Accelerator(mixed_precision="bf16", cpu=True).prepare(model).eval()
+
+
+def wrap_by_a_global(model: PreTrainedModel) -> None:
+    """As a script does it."""
+    exec("inner = model.forward\nmodel.forward = lambda *args, **kwargs: inner(*args, **kwargs)", {"model": model})
+
+
 def wrap_a_layer(model: PreTrainedModel) -> None:
     layer = model.model.layers[1]
     inner = layer.forward
     layer.forward = lambda *args, **kwargs: inner(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "name"), [(wrap_model, "the model"), (wrap_as_a_method, "the model"), (wrap_a_layer, "model.layers.1")]
-)
-def test_a_forward_that_calls_the_users_own_modules(llama: PreTrainedModel, wrap: Callable[[Any], None], name: str) -> None:
+@pytest.mark.parametrize("wrap", [wrap_model, wrap_as_a_method, wrap_under_autocast, wrap_by_a_global, wrap_a_layer])
+def test_a_forward_that_calls_the_users_own_modules(llama: PreTrainedModel, wrap: Callable[[Any], None]) -> None:
+    name = "model.layers.1" if wrap is wrap_a_layer else "the model"
     with hf_cb.continuous_batching(llama) as engine:
-        want = llama.generate(PROMPT, max_new_tokens=NEW)
+        llama.generate(PROMPT, max_new_tokens=NEW)
         wrap(llama)
-        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), plain(llama))
         ((reason, count),) = engine.stats().native_calls.items()
         assert reason.startswith(f"the forward of {name} is a function round the user's own modules")
         assert count == 1

@@ -139,6 +139,7 @@ def test_a_class_that_is_derived_from_the_installed_one() -> None:
     assert len(forwards) == 3 * len(TEXTS)
 
 
+@pytest.mark.timeout(90)  # it starts an interpreter
 def test_what_is_saved_while_installed_loads_without_the_package(tmp_path: Path) -> None:
     with pipes() as made:
         want = made.plain(TEXTS[:2], **GREEDY)
