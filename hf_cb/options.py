@@ -213,8 +213,8 @@ def ids_of(name: str, value: Any) -> frozenset[int]:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)  # numpy's too
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))  # numpy's too
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))

@@ -21,6 +21,10 @@ _SAME = "changes how plain generate computes, not what: no effect"
 _ROWS = "transformers' own processor or criterion, run row by row with the whole history"
 _ENDS = f"{_ROWS}; several rows without an end-of-sequence id natively"
 _MODE = "a decoding mode of its own"
+_OWN = (
+    "called on the engine's thread with what the caller's has set, once per token; "
+    "natively where its `needs_callers_thread` is true"
+)
 _BEAMS = "beam search and beam sampling; the beams share the blocks of what they have in common"
 
 FATES: dict[str, Fate] = {
@@ -32,10 +36,9 @@ FATES: dict[str, Fate] = {
     "seed": Fate("engine", "ours: row i of a call gets what plain generate gives it after `torch.manual_seed(seed + i)`"),
     "logits_processor": Fate(
         "engine",
-        "called on the engine's thread, once per token; for several rows in one call natively, unless its "
-        "`supports_continuous_batching` is true",
+        f"{_OWN}; for several rows in one call natively, unless its `supports_continuous_batching` is true",
     ),
-    "stopping_criteria": Fate("engine", "called on the engine's thread, once per token; for several rows in one call natively"),
+    "stopping_criteria": Fate("engine", f"{_OWN}; for several rows in one call natively"),
     "prefix_allowed_tokens_fn": Fate("engine", _ROWS),
     "tokenizer": Fate("engine", "for `stop_strings`"),
     "synced_gpus": Fate("native", "if true"),

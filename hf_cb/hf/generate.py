@@ -82,9 +82,9 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         if name == "synced_gpus" and not value:
             continue
         return f"argument {name}"
-    own = (*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ()))
-    if (bound := needs_callers_thread((*own, arguments.get("prefix_allowed_tokens_fn")))) is not None:
-        return f"{bound} needs its caller's thread"
+    for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
+        if (bound := needs_callers_thread(arguments.get(name))) is not None:
+            return f"{bound} needs its caller's thread"
     if _effective(model, arguments, "token_healing"):
         return "option token_healing"  # needs the tokenizer, which transformers keeps from a custom decoding function
     if _effective(model, arguments, "stop_strings") and any(

@@ -67,7 +67,8 @@ def split(processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> tuple
         found[name] = max(found[name], value) if repeats else value
         rank = _ORDER.index(name)
         first -= 1
-    return list(processors[:first]), _checked(SamplingParams(do_sample=do_sample, **found))
+    params = SamplingParams(do_sample=do_sample, **found)
+    return list(processors[:first]), _checked(params) if found else params
 
 
 def _checked(params: SamplingParams) -> SamplingParams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -62,7 +62,9 @@ def has_foreign_modes() -> bool:
     )
 
 
-def needs_callers_thread(own: Iterable[Any]) -> str | None:
-    """The name of the first that says so."""
-    found = (item for item in own if getattr(item, NEEDS_CALLERS_THREAD, False) is True)
+def needs_callers_thread(own: Any) -> str | None:
+    """The name of what says so: `own`, or the first of several."""
+    if own is None:
+        return None
+    found = (item for item in (own if isinstance(own, (list, tuple)) else (own,)) if getattr(item, NEEDS_CALLERS_THREAD, False))
     return next((getattr(item, "__name__", type(item).__name__) for item in found), None)

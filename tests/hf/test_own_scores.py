@@ -47,11 +47,9 @@ def half(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 FORMS: tuple[Scores, ...] = (narrower, wider, narrower_at_times, double, half)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "held back": {"do_sample": False, "min_new_tokens": 4, "eos_token_id": list(range(3, 40)), "pad_token_id": 0},
+    "greedy": {"do_sample": False, "min_new_tokens": 4, "eos_token_id": list(range(3, 40)), "pad_token_id": 0},
     "sampled": {"do_sample": True, "temperature": 1.7, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2},
     "beams": {"do_sample": False, "num_beams": 3},
-    "beams that sample": {"do_sample": True, "num_beams": 2},
 }
 KEPT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
