@@ -14,7 +14,8 @@ from hf_cb.config import CBConfig
 from hf_cb.engine import Engine, Served
 from hf_cb.errors import EngineClosedError, UnsupportedCallError, UnsupportedModelError
 from hf_cb.hf.build import build
-from hf_cb.hf.generate import generate, why_native
+from hf_cb.hf.generate import generate
+from hf_cb.hf.native import why_native
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.support import UnservableError
 from hf_cb.hf.twin import Fingerprint

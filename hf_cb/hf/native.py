@@ -1,0 +1,72 @@
+"""Which calls must run natively, as far as it can be told before transformers' preamble."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from hf_cb.hf.dispatched import device_of
+from hf_cb.hf.twin import all_modules
+
+_Dropout: Any = torch.nn.modules.dropout._DropoutNd
+_CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
+# Arguments of generate() that are not fields of the config, and that the engine understands or transformers' preamble handles.
+_KNOWN_ARGUMENTS = frozenset(
+    {
+        "inputs",
+        "input_ids",
+        "attention_mask",
+        "generation_config",
+        "logits_processor",
+        "prefix_allowed_tokens_fn",
+        "stopping_criteria",
+        "streamer",
+        "tokenizer",
+        "use_cache",
+    }
+)
+
+
+def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
+    """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble."""
+    if model.training:
+        return "the model is in training mode"
+    if any(module.training and isinstance(module, _Dropout) and module.p for module in all_modules(model)):
+        return "a dropout layer is in training mode"
+    device = model.device
+    if device.type == "meta":  # all weights are offloaded
+        device = device_of(model.get_input_embeddings())
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on in the calling thread"
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        return "the model's inputs are prepared by something else"  # prompt tuning, say, puts tokens of its own before them
+    for name, value in arguments.items():
+        if name in _KNOWN_ARGUMENTS or name in _CONFIG_FIELDS or value is None:
+            continue
+        if name == "synced_gpus" and not value:
+            continue
+        return f"argument {name}"
+    if effective(model, arguments, "token_healing"):
+        return "option token_healing"  # needs the tokenizer, which transformers keeps from a custom decoding function
+    if effective(model, arguments, "stop_strings") and any(
+        isinstance(criterion, StopStringCriteria) for criterion in arguments.get("stopping_criteria") or ()
+    ):
+        return "option stop_strings beside a criterion of the same kind"
+    if (cache := effective(model, arguments, "cache_implementation")) in ("quantized", "paged"):
+        return f"option cache_implementation={cache!r}: another result"
+    if arguments.get("cache_implementation") == "paged":
+        return "option cache_implementation='paged'"  # transformers leaves for its own batching before the preamble
+    return None
+
+
+def effective(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
+    """The value of an option that has one place in the call, one in its config and one in the model's."""
+    if name in arguments:  # None too: it counts
+        return arguments[name]
+    given = getattr(arguments.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if given is None else given
