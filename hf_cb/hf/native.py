@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.utils import GenerationMixin
 
 from hf_cb.hf.dispatched import device_of
+from hf_cb.hf.modes import mode_of_caller
+from hf_cb.hf.own_code import is_transformers
 from hf_cb.hf.twin import all_modules
 
 _Dropout: Any = torch.nn.modules.dropout._DropoutNd
@@ -31,6 +35,20 @@ _KNOWN_ARGUMENTS = frozenset(
 )
 
 
+# What the preamble calls, and hands on whole; and what generate does not call.
+_SERVED_METHODS = frozenset(
+    {
+        *("_get_logits_processor", "_get_stopping_criteria", "_merge_criteria_processor_list"),
+        *("_validate_generation_mode", "_validate_model_kwargs", "_validate_generated_length"),
+        *("compute_transition_scores", "output_modalities", "adjust_generation_fn", "load_custom_generate"),
+        "_supports_default_dynamic_cache",
+    }
+)
+_METHODS = frozenset(name for name in vars(GenerationMixin) if name not in _SERVED_METHODS and not name.startswith("__"))
+_methods_of = operator.attrgetter(*_METHODS)
+_found_good: set[tuple[Any, ...]] = set()  # all functions of transformers' classes, of which there are few
+
+
 def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
     """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble."""
     if model.training:
@@ -42,9 +60,10 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         device = device_of(model.get_input_embeddings())
     if torch.is_autocast_enabled(device.type):
         return "autocast is on in the calling thread"
-    prepare = vars(model).get("prepare_inputs_for_generation")
-    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
-        return "the model's inputs are prepared by something else"  # prompt tuning, say, puts tokens of its own before them
+    if (mode := mode_of_caller()) is not None:
+        return f"{mode} is on in the calling thread"
+    if (method := _own_method(model)) is not None:
+        return f"{method} is not transformers' own"
     for name, value in arguments.items():
         if name in _KNOWN_ARGUMENTS or name in _CONFIG_FIELDS or value is None:
             continue
@@ -61,6 +80,23 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         return f"option cache_implementation={cache!r}: another result"
     if arguments.get("cache_implementation") == "paged":
         return "option cache_implementation='paged'"  # transformers leaves for its own batching before the preamble
+    return None
+
+
+def _own_method(model: Any) -> str | None:
+    """A method that plain generate calls, and that somebody has put in the place of transformers' own."""
+    own = vars(model)
+    if not _METHODS.isdisjoint(own):  # PEFT's prompt tuning, say, puts tokens of its own before the prompt
+        for name in _METHODS.intersection(own) - {"generate"}:  # that is the engine's
+            if getattr(own[name], "__func__", None) is not getattr(type(model), name):
+                return name
+    functions = _methods_of(type(model))
+    if functions in _found_good:
+        return None
+    for name, function in zip(_METHODS, functions, strict=True):
+        if not is_transformers(function):
+            return name
+    _found_good.add(functions)
     return None
 
 

@@ -31,7 +31,8 @@ class WeightWatch:
     A tensor's version counts its in-place operations. `weight.data = other` keeps the counter and moves the storage.
     `weight.data.add_(...)`, as adapters are merged, moves neither: some bytes spread over the tensor are compared (on a CPU).
     A write through `.data` that spares all of those goes unseen. Takes a microsecond or two per tensor; without the bytes
-    a tenth of that, where the kernels for CPUs are there to look.
+    a tenth of that, where the kernels for CPUs are there to look. Inference tensors keep no version: instead of some of
+    their bytes, all are read, which takes as long as memory takes to give them.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], notes: Sequence[Sequence[str]] = ()) -> None:
@@ -40,9 +41,11 @@ class WeightWatch:
         self._plain = all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in self._tensors)
         self._notes = notes
         self._noted = [*map(tuple, notes)]
-        self._states = [_state(tensor) for tensor in self._tensors]
+        self._states = [state_of(tensor) for tensor in self._tensors]
         self._windows = [_window(tensor) for tensor in self._tensors]
         self._samples = [_bytes(window) for window in self._windows]
+        self._uncounted = [i for i, tensor in enumerate(self._tensors) if tensor.is_inference()]
+        self._sums = self._sum()
         self._marks = self._look()
 
     def changed(self, samples: bool = True) -> list[torch.Tensor]:
@@ -54,25 +57,49 @@ class WeightWatch:
         if not samples and marks is not None and self._marks is not None and torch.equal(marks, self._marks):
             return []
         self._marks = marks
+        sums = self._sum() if samples else self._sums
+        rewritten = {i for i, now, before in zip(self._uncounted, sums, self._sums, strict=True) if now != before}
+        self._sums = sums
         changed = []
         for i, tensor in enumerate(self._tensors):
-            state = _state(tensor)
+            state = state_of(tensor)
             if state != self._states[i]:
                 self._states[i] = state
                 self._windows[i] = _window(tensor)
-            elif not samples or _bytes(self._windows[i]) == self._samples[i]:
+            elif i not in rewritten and (not samples or _bytes(self._windows[i]) == self._samples[i]):
                 continue
             self._samples[i] = _bytes(self._windows[i])
             changed.append(tensor)
         return changed
+
+    def _sum(self) -> list[int]:
+        return checksums([self._tensors[i] for i in self._uncounted])
 
     def _look(self) -> torch.Tensor | None:
         """All states as one tensor; None: there is nothing that would be faster at it."""
         return torch.ops.hf_cb.marks(self._tensors) if is_loaded() and self._plain else None
 
 
-def _state(tensor: torch.Tensor) -> tuple[int, int]:
+def state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Its version, 0 where it keeps none, and its address."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """One number for all bytes of each, on whatever device."""
+    dense = [tensor.detach().contiguous() for tensor in tensors]
+    if is_loaded() and all(tensor.device.type == "cpu" for tensor in dense):
+        return torch.ops.hf_cb.checksums(dense).tolist()  # type: ignore[no-any-return]
+    return [_checksum(tensor.reshape(-1).view(torch.uint8)) for tensor in dense]
+
+
+def _checksum(octets: torch.Tensor) -> int:
+    """By sums of bytes, each times an odd number of its place: torch has no hash that an even number of negations changes."""
+    total = 0
+    for chunk in octets.split(1 << 22):
+        factors = torch.arange(chunk.numel(), device=chunk.device) * 0x1E3779B97F4A7C15 | 1
+        total = (total * 31 + int((chunk * factors).sum())) % (1 << 64)
+    return total
 
 
 def _window(tensor: torch.Tensor) -> npt.NDArray[np.generic] | None:
