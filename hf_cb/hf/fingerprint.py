@@ -7,18 +7,14 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers.generation.utils import GenerationMixin
 
 from hf_cb.hf.dispatched import offloaded_modules
-from hf_cb.hf.held import Parts, Reading, TooManyObjectsError, differences, within
+from hf_cb.hf.held import OF_GENERATE, Parts, Reading, TooManyObjectsError, differences, within
 from hf_cb.hf.twin import all_modules, rope_follows_length
 
 Books = dict[int, Parts]
 """What modules write as they run: place of the module -> parts of what it holds. Other values there mean nothing."""
 
-# Of the model itself: what plain generate reads and writes, which calls look at by themselves.
-_SEEN_ELSEWHERE = (*vars(GenerationMixin), "generation_config", "warnings_issued", "_cache", "_compiled_call")
-_OF_GENERATE: Parts = {name: {} for name in _SEEN_ELSEWHERE}
 # Most of torch's own layers hold what they are made with, and nothing else.
 _USUAL_SIZES: dict[type[nn.Module], int] = {
     type(made): len(vars(made)) for made in (nn.Linear(1, 1), nn.Embedding(1, 1), nn.ModuleList())
@@ -69,7 +65,7 @@ class Fingerprint:
             keeps_books = "rope_type" in own and rope_follows_length(module)  # beyond what the probe would see
             if not keeps_books and len(own) - ("_is_hf_initialized" in own) != _USUAL_SIZES.get(kind):
                 without = books.get(place)
-                values[place] = reading.values(module, without if place else {**_OF_GENERATE, **(without or {})})
+                values[place] = reading.values(module, without if place else {**OF_GENERATE, **(without or {})})
             if module in offloaded:
                 continue
             # Buffers that the module itself replaces as it runs are not shared, and tell nothing.

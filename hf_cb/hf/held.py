@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.generation.utils import GenerationMixin
 
 from hf_cb.hf.weights import checksums, plain_parts, state_of
 
@@ -32,12 +33,16 @@ _PLAIN = frozenset(
 )
 _CONTAINERS = frozenset((list, tuple, set, frozenset, torch.Size))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, weakref.ref)
+_OF_WRAPPERS = frozenset((*functools.WRAPPER_ASSIGNMENTS, "__annotations__", "__signature__", "__wrapped__"))
 _MOST_OBJECTS = 20_000  # some ten milliseconds
 _HEADER, _FIELDS = object(), object()  # keys of a description that no dict of the user's has
 _SWITCHED: Parts = {
     "_attn_implementation_internal": {},
     "_experts_implementation_internal": {},
 }  # by plain generate, as it runs
+# Of the model itself: what plain generate reads and writes, which calls look at by themselves.
+_SEEN_ELSEWHERE = (*vars(GenerationMixin), "generation_config", "warnings_issued", "_cache", "_compiled_call")
+OF_GENERATE: Parts = {name: {} for name in _SEEN_ELSEWHERE}
 
 
 class TooManyObjectsError(Exception):
@@ -130,7 +135,8 @@ class Reading:
                 fields |= self._parts(own := table.copy(), own, without)
             fields |= self.values(value, without)
         else:
-            fields |= self._parts(own := _fields(value), own, without)
+            own = _fields(value)
+            fields |= self._parts(own, own.keys() - _OF_WRAPPERS, without)
         if fields is not read and len(fields) > 1:
             read[_FIELDS] = fields
         return read

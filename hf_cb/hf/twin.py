@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_cb.hf.dispatched import TokensBeforeHead, is_dispatched, offloaded_tensors, tied_maps
-from hf_cb.hf.held import Reading
+from hf_cb.hf.held import OF_GENERATE, Reading
 
 
 def make_twin(model: nn.Module) -> nn.Module:
@@ -84,7 +84,7 @@ def read_all(model: nn.Module) -> Reading:
     modules = all_modules(model)
     reading = Reading(modules)
     for module in modules:
-        reading.values(module)
+        reading.values(module, OF_GENERATE if module is model else None)
     return reading
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -90,16 +91,23 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     dense = [tensor.detach().contiguous() for tensor in tensors]
     if is_loaded() and all(tensor.device.type == "cpu" for tensor in dense):
         return torch.ops.hf_cb.checksums(dense).tolist()  # type: ignore[no-any-return]
-    return [_checksum(tensor.reshape(-1).view(torch.uint8)) for tensor in dense]
+    return [_checksum(tensor) for tensor in dense]
 
 
-def _checksum(octets: torch.Tensor) -> int:
-    """By sums of bytes, each times an odd number of its place: torch has no hash that an even number of negations changes."""
+def _checksum(tensor: torch.Tensor) -> int:
+    """Without a kernel of ours. torch's own hash is no good: a tensor of an even size and its negative have the same."""
+    if tensor.device.type == "cpu":
+        return zlib.crc32(_memory(tensor.data_ptr(), tensor.nbytes).data) if tensor.nbytes else 0
     total = 0
-    for chunk in octets.split(1 << 22):
-        factors = torch.arange(chunk.numel(), device=chunk.device) * 0x1E3779B97F4A7C15 | 1
-        total = (total * 31 + int((chunk * factors).sum())) % (1 << 64)
+    for chunk in tensor.reshape(-1).view(torch.uint8).split(1 << 22):
+        places = torch.arange(chunk.numel(), device=chunk.device)
+        total = (total * 31 + int((chunk * (places * 0x1E3779B97F4A7C15 | 1)).sum())) % (1 << 64)
     return total
+
+
+def _memory(begin: int, size: int) -> npt.NDArray[np.uint8]:
+    memory: npt.NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(begin))
+    return memory
 
 
 def _window(tensor: torch.Tensor) -> npt.NDArray[np.generic] | None:
@@ -114,8 +122,8 @@ def _window(tensor: torch.Tensor) -> npt.NDArray[np.generic] | None:
     begin, size = (tensor.data_ptr(), tensor.nbytes) if tensor.is_contiguous() else (storage.data_ptr(), storage.nbytes())
     if not size:
         return None
-    memory: npt.NDArray[np.generic] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(begin))
-    words = memory[: size // 4 * 4].view(np.uint32) if size >= 4 else memory
+    memory = _memory(begin, size)
+    words: npt.NDArray[np.generic] = memory[: size // 4 * 4].view(np.uint32) if size >= 4 else memory
     return words[:: max(1, len(words) // _SAMPLES - 1)]
 
 
