@@ -71,8 +71,9 @@ class CBConfig:
     policy: str | Callable[[], Any] = "fcfs"
     """Order of service: "fcfs", "priority", "fair", or a subclass of `hf_cb.core.policy.Policy`."""
 
-    prefix_cache: bool = True
-    """Whether a request takes over the keys and values that an earlier one with the same beginning has computed."""
+    prefix_cache: bool | None = None
+    """Whether a request takes over the keys and values that an earlier one with the same beginning has computed. None: unless a
+    module's forward is code of your own, which may depend on what is outside of the model; True: it does not."""
 
     swap_space: int | str = 0
     """Host memory for preempted sequences, in bytes or as "4GiB": they are moved there where that is cheaper than to compute
@@ -115,11 +116,11 @@ class CBConfig:
             raise InvalidArgumentError(f"kv_dtype: takes {', '.join(_KV_DTYPES)}; got {self.kv_dtype!r}")
         if self.policy not in _POLICIES and (isinstance(self.policy, str) or not callable(self.policy)):
             raise InvalidArgumentError(f"policy: takes {', '.join(_POLICIES)}, or a class; got {self.policy!r}")
-        for name in ("prefix_cache", "compile"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"{name}: takes True or False; got {getattr(self, name)!r}")
-        if self.overlap is not None and not isinstance(self.overlap, bool):
-            raise InvalidArgumentError(f"overlap: takes True, False or None; got {self.overlap!r}")
+        if not isinstance(self.compile, bool):
+            raise InvalidArgumentError(f"compile: takes True or False; got {self.compile!r}")
+        for name in ("prefix_cache", "overlap"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise InvalidArgumentError(f"{name}: takes True, False or None; got {getattr(self, name)!r}")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             raise InvalidArgumentError(f"attention_backend: takes a name or None; got {self.attention_backend!r}")
 
@@ -172,7 +173,7 @@ class CBConfig:
             num_swap_blocks=((_memory("swap_space", self.swap_space, None) or 0) if self.swap_space else 0) // bytes_per_block,
             kv_dtype=facts.kv_dtype if self.kv_dtype == "auto" else self.kv_dtype,
             policy=self.policy,
-            prefix_cache=self.prefix_cache,
+            prefix_cache=not facts.has_own_code if self.prefix_cache is None else self.prefix_cache,
             fallback=self.fallback,
             record_steps=self.record_steps,
         )
@@ -189,6 +190,7 @@ class ModelFacts:
     kv_dtype: str  # of the model's keys and values
     default_block_size: int = 16
     max_step_tokens: int | None = None  # what the model bears in one step; None: any number
+    has_own_code: bool = False  # whether a module runs code of the user's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,14 @@ from hf_cb.config import CBConfig
 from hf_cb.engine import Engine, Served
 from hf_cb.errors import EngineClosedError, UnsupportedCallError, UnsupportedModelError
 from hf_cb.hf.build import build
-from hf_cb.hf.generate import generate, why_native
+from hf_cb.hf.fingerprint import Books, Fingerprint
+from hf_cb.hf.generate import generate
+from hf_cb.hf.held import joined
+from hf_cb.hf.modes import undisturbed
+from hf_cb.hf.native import why_native
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.support import UnservableError
-from hf_cb.hf.twin import Fingerprint
+from hf_cb.hf.tensor_parallel import is_split
 from hf_cb.request import Service
 from hf_cb.runtime.threads import release_pool
 from hf_cb.shared_look import SharedLook
@@ -99,13 +103,36 @@ class ContinuousBatchingBackend(GenerationBackend):
         return min(_ROWS_IN_FLIGHT, 2 * config.max_batch_size, self.config.max_queue_size or _ROWS_IN_FLIGHT)
 
     def _build(self) -> tuple[Fingerprint, Served | None, str | None]:
-        with holding(self._plain_lock):  # a plain call in flight may have switched the model's settings for its duration
-            fingerprint = Fingerprint.of(self.model)  # first: what changes from now on is seen by the next look
-            try:
-                return fingerprint, build(self.model, self.config), None
-            except UnservableError as error:
-                logger.info("the engine cannot serve %s: %s", type(self.model).__name__, error)
-                return fingerprint, None, str(error)
+        with (
+            holding(self._plain_lock),
+            undisturbed(),
+        ):  # a plain call in flight may have switched the model's settings for its duration
+            fingerprint, served, reason = self._build_steadily()
+        if reason is not None:
+            logger.info("the engine cannot serve %s: %s", type(self.model).__name__, reason)
+        return fingerprint, served, reason
+
+    def _build_steadily(self) -> tuple[Fingerprint, Served | None, str | None]:
+        """A twin of a model that was the same before and after, but for what its modules write as they run."""
+        written: Books = {}
+        for _ in range(2):
+            books: Books = {}
+            before = Fingerprint.of(self.model)
+            if not before.is_whole:
+                return before, None, "its modules hold more than each call can look at"
+            served, reason = self._try_to_build(books)
+            fingerprint, after = Fingerprint.of(self.model, books), Fingerprint.of(self.model)
+            if is_split(self.model) or before.matches_but_for(books, after):
+                return fingerprint, served, reason
+            written = joined(books, before.written(after))
+        # Who keeps a new twin for it, as long as it goes on, would make one for each call.
+        return Fingerprint.of(self.model, written), None, "what its modules hold changes while the engine runs a copy of them"
+
+    def _try_to_build(self, books: Books) -> tuple[Served | None, str | None]:
+        try:
+            return build(self.model, self.config, books), None
+        except UnservableError as error:
+            return None, str(error)
 
     def _is_fresh(self) -> bool:
         """Whether the twin is as good as new. Of many callers who come at once, few look."""
@@ -114,7 +141,7 @@ class ContinuousBatchingBackend(GenerationBackend):
     def _look(self) -> bool:
         if self.engine.is_tensor_parallel:  # its layers exchange their weights as they run; and no rank can rebuild alone
             return True
-        return self._fingerprint is not None and self._fingerprint.matches(Fingerprint.of(self.model))
+        return self._fingerprint is not None and self._fingerprint.is_of(self.model)
 
     def _refresh(self) -> None:
         """Rebuild the twin if the model has changed in a way that sharing weights does not follow."""

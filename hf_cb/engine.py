@@ -49,6 +49,7 @@ class Served:
     stretches: bool  # whether plain generate goes beyond them
     attention_backend: str
     attention_reason: str
+    prefix_reason: str
     packed_bytes: int
     compiled: Compiled
     defaults: Callable[[], Defaults] = field(repr=False)
@@ -108,7 +109,6 @@ class Engine:
         """
         if "samples" in options:
             raise InvalidArgumentError("samples: submit gives one handle; submit_batch([input_ids], samples=...) gives as many")
-        self._follow_model()
         return self.submit_batch([input_ids], **options)[0]
 
     def submit_batch(self, prompts: Iterable[Sequence[int] | Any], samples: int = 1, **options: Any) -> list[GenerationHandle]:
@@ -251,6 +251,7 @@ class Engine:
             graphs=graphs.count if graphs is not None else 0,
             graph_reason=graphs.reason if graphs is not None else self._reason or "none were asked for",
             compile_reason=served.compiled.reason if served else self._reason or "",
+            prefix_reason=served.prefix_reason if served else self._reason or "",
             admitted_tokens=meter.admitted_tokens,
             rejected=meter.rejected,
             max_running=served.config.max_batch_size if served else 0,

@@ -89,6 +89,7 @@ class EngineStats:
     graphs: int  # CUDA graphs of decode steps that there are now
     graph_reason: str  # why there are none or no more
     compile_reason: str  # what became of CBConfig.compile
+    prefix_reason: str  # whether there is a prefix cache, and why not
     admitted_tokens: int  # prompt tokens of admitted requests: `cached_tokens` are some of these
     rejected: int  # requests that a full queue refused
     max_running: int  # sequences that may run at a time

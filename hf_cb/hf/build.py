@@ -24,7 +24,9 @@ from hf_cb.core.swap_cost import SwapCost
 from hf_cb.engine import Served
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import set_port
+from hf_cb.hf.fingerprint import Books
 from hf_cb.hf.generate import defaults_of
+from hf_cb.hf.own_code import own_code
 from hf_cb.hf.seeds import draw_seed
 from hf_cb.hf.support import Servable, UnservableError, examine
 from hf_cb.hf.tensor_parallel import lockstep_of, uneven_heads
@@ -47,13 +49,17 @@ _BATCH_TOKENS_ELSEWHERE = 4096
 _COPY_BYTES_PER_SECOND = 4e9  # between device and host, until it is measured
 
 
-def build(model: Any, config: CBConfig) -> Served:
-    """Examine the model and put the twin into service. Raises UnservableError with the reason, or InvalidArgumentError."""
+def build(model: Any, config: CBConfig, books: Books) -> Served:
+    """Examine the model and put the twin into service. Raises UnservableError with the reason, or InvalidArgumentError.
+
+    What the modules write as they run is added to `books`, either way.
+    """
     lockstep = lockstep_of(model)
-    servable = _examine(model, config, lockstep)
+    servable = _examine(model, config, lockstep, books)
     layout = KVLayout.of(servable.specs)
     num_groups = len(layout.groups)
-    facts = _facts(servable, layout)
+    code = own_code(model)
+    facts = _facts(servable, layout, code)
     resolved = config.resolve(facts)
     if lockstep is not None:
         resolved = _agree(resolved, lockstep)
@@ -92,10 +98,21 @@ def build(model: Any, config: CBConfig) -> Served:
         stretches=servable.stretches,
         attention_backend=servable.backend.name,
         attention_reason=servable.backend_reason,
+        prefix_reason=_prefix_reason(config, code),
         packed_bytes=servable.packs.num_bytes,
         compiled=servable.compiled,
         defaults=defaults,
         draw_seed=draw_seed,
+    )
+
+
+def _prefix_reason(config: CBConfig, own_code: str | None) -> str:
+    if config.prefix_cache is not None:
+        return f"prefix_cache is {config.prefix_cache}"
+    if own_code is None:
+        return "on"
+    return (
+        f"off: {own_code} is code of your own, which may read what is outside of the model; prefix_cache=True says it doesn't"
     )
 
 
@@ -105,11 +122,12 @@ def _overlaps(config: CBConfig, device: torch.device, lockstep: Lockstep | None)
     return device.type == "cuda" if config.overlap is None else config.overlap
 
 
-def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None) -> Servable:
+def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None, books: Books) -> Servable:
     """As `examine`; the ranks of a tensor-parallel model, which all come here, serve it together or not at all."""
     kv_dtype = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     if lockstep is None:
-        return examine(model, config.attention_backend, _pack_memory(config), config.block_size, config.compile, kv_dtype)
+        memory = _pack_memory(config)
+        return examine(model, config.attention_backend, memory, config.block_size, config.compile, kv_dtype, books)
     if config.compile:
         raise InvalidArgumentError(f"compile: takes False for a tensor-parallel model; got {config.compile!r}")
     if config.swap_space:
@@ -213,7 +231,7 @@ def _pack_memory(config: CBConfig) -> int:
     return _free_memory(torch.device("cpu")) // 4 if config.pack_memory is None else config.pack_memory
 
 
-def _facts(servable: Servable, layout: KVLayout) -> ModelFacts:
+def _facts(servable: Servable, layout: KVLayout, own_code: str | None) -> ModelFacts:
     return ModelFacts(
         kv_bytes_per_token=layout.bytes_per_token(servable.specs),
         max_positions=servable.max_positions,
@@ -222,6 +240,7 @@ def _facts(servable: Servable, layout: KVLayout) -> ModelFacts:
         kv_dtype=str(servable.specs[0].dtype).removeprefix("torch."),
         default_block_size=default_block_size(servable.backend),
         max_step_tokens=servable.max_step_tokens,
+        has_own_code=own_code is not None,
     )
 
 

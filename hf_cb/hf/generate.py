@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import (
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
@@ -29,80 +26,16 @@ from hf_cb.hf import errand
 from hf_cb.hf.beam_search import BeamSearch
 from hf_cb.hf.beams import beam_output, beam_requests
 from hf_cb.hf.call import Call
-from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
+from hf_cb.hf.native import effective
 from hf_cb.hf.rules import Ends, GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.sampling import Prompts, split
-from hf_cb.hf.surroundings import has_foreign_modes, needs_callers_thread
 from hf_cb.hf.tokenizing import stop_string_criterion
-from hf_cb.hf.twin import all_modules
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *_BEAMS)
-_Dropout: Any = torch.nn.modules.dropout._DropoutNd
-_CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
-# Arguments of generate() that are not fields of the config, and that the engine understands or transformers' preamble handles.
-_KNOWN_ARGUMENTS = frozenset(
-    {
-        "inputs",
-        "input_ids",
-        "attention_mask",
-        "generation_config",
-        "logits_processor",
-        "prefix_allowed_tokens_fn",
-        "stopping_criteria",
-        "streamer",
-        "tokenizer",
-        "use_cache",
-    }
-)
-
-
-def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
-    """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble."""
-    if model.training:
-        return "the model is in training mode"
-    if any(module.training and isinstance(module, _Dropout) and module.p for module in all_modules(model)):
-        return "a dropout layer is in training mode"
-    device = model.device
-    if device.type == "meta":  # all weights are offloaded
-        device = device_of(model.get_input_embeddings())
-    if torch.is_autocast_enabled(device.type):
-        return "autocast is on in the calling thread"
-    if has_foreign_modes():
-        return "a torch mode of the caller's watches the calling thread"
-    prepare = vars(model).get("prepare_inputs_for_generation")
-    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
-        return "the model's inputs are prepared by something else"  # prompt tuning, say, puts tokens of its own before them
-    for name, value in arguments.items():
-        if name in _KNOWN_ARGUMENTS or name in _CONFIG_FIELDS or value is None:
-            continue
-        if name == "synced_gpus" and not value:
-            continue
-        return f"argument {name}"
-    for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
-        if (bound := needs_callers_thread(arguments.get(name))) is not None:
-            return f"{bound} needs its caller's thread"
-    if _effective(model, arguments, "token_healing"):
-        return "option token_healing"  # needs the tokenizer, which transformers keeps from a custom decoding function
-    if _effective(model, arguments, "stop_strings") and any(
-        isinstance(criterion, StopStringCriteria) for criterion in arguments.get("stopping_criteria") or ()
-    ):
-        return "option stop_strings beside a criterion of the same kind"
-    if (cache := _effective(model, arguments, "cache_implementation")) in ("quantized", "paged"):
-        return f"option cache_implementation={cache!r}: another result"
-    if arguments.get("cache_implementation") == "paged":
-        return "option cache_implementation='paged'"  # transformers leaves for its own batching before the preamble
-    return None
-
-
-def _effective(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    if name in arguments:  # None too: it counts
-        return arguments[name]
-    given = getattr(arguments.get("generation_config"), name, None)
-    return getattr(model.generation_config, name, None) if given is None else given
 
 
 def call_arguments(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +93,7 @@ def generate(
 
 def with_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the criterion in the place of the option: transformers passes no tokenizer on to `custom_generate`."""
-    strings, tokenizer = _effective(model, arguments, "stop_strings"), arguments.get("tokenizer")
+    strings, tokenizer = effective(model, arguments, "stop_strings"), arguments.get("tokenizer")
     if strings is None or tokenizer is None:  # without a tokenizer the error is transformers' own
         return arguments
     criterion = stop_string_criterion(tokenizer, strings)

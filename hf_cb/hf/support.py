@@ -24,6 +24,7 @@ from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
 from hf_cb.hf.compiling import CompiledLayers
 from hf_cb.hf.dispatched import device_of
+from hf_cb.hf.fingerprint import Books, Fingerprint, global_hooks
 from hf_cb.hf.forwards import wrapped_forward
 from hf_cb.hf.fusing import Fused, calls_of, parents_of
 from hf_cb.hf.packing import Packs, group_by_input, linear_calls
@@ -72,16 +73,17 @@ def examine(
     block_size: int | None = None,
     compile_layers: bool = False,
     kv_dtype: torch.dtype | None = None,
+    books: Books | None = None,
 ) -> Servable:
     """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too; the same with
-    torch.compile, if `compile_layers`.
+    torch.compile, if `compile_layers`. What its modules write as they run is added to `books`.
 
     Raises UnservableError with the reason; the model is not touched either way.
     """
     if (refusal := _refusal(model)) is not None:
         raise UnservableError(refusal)
     try:
-        return _examine(model, attention_backend, pack_memory, block_size, compile_layers, kv_dtype)
+        return _examine(model, attention_backend, pack_memory, block_size, compile_layers, kv_dtype, books)
     except UnservableError as error:
         if (name := wrapped_forward(model)) is None:
             raise
@@ -97,6 +99,7 @@ def _examine(
     block_size: int | None,
     compile_layers: bool,
     kv_dtype: torch.dtype | None,
+    books: Books | None,
 ) -> Servable:
     try:
         twin = make_twin(model)
@@ -116,7 +119,11 @@ def _examine(
     rows = _probe_rows(vocab_size, longest, device)
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):  # the engine's thread knows nothing of the caller's
-            plain = [_plain_logits(twin, row) for row in rows]
+            plain = [_plain_logits(twin, rows[0])]  # what modules make of themselves when they run first is not their books
+            before = Fingerprint.of(twin)
+            plain += [_plain_logits(twin, row) for row in rows[1:]]
+            if books is not None:
+                books.update(before.written(Fingerprint.of(twin)))
             with linear_calls(twin) as calls:
                 observer = _observe(twin, forward, rows)
             specs = tuple(_stored_in(kv_dtype, spec) for spec in observer.specs)
@@ -176,6 +183,8 @@ def _refusal(model: nn.Module) -> str | None:
         return "encoder-decoder model"
     if getattr(config.get_text_config(), "alibi", False):
         return "its attention is biased by distance (ALiBi)"  # in a mask of its own, for one row's positions
+    if global_hooks():
+        return "a hook that torch runs for all modules: it would see packed rows, on the engine's thread"
     if _has_hooks(model):
         return "forward hooks on its modules: they would see packed rows, on the engine's thread"
     return None

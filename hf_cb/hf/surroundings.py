@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 _T = TypeVar("_T")
 NEEDS_CALLERS_THREAD = "needs_callers_thread"
@@ -51,15 +49,6 @@ class Surroundings:
 
 
 _NOTHING = object()
-
-
-def has_foreign_modes() -> bool:
-    """Whether torch calls other code at each operation of this thread: what it would see, or change, runs on another one."""
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    return bool(torch._C._len_torch_function_stack()) and any(
-        not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
-    )
 
 
 def needs_callers_thread(own: Any) -> str | None:

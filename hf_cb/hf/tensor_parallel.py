@@ -11,12 +11,20 @@ from hf_cb.runtime.lockstep import Lockstep
 
 def lockstep_of(model: nn.Module) -> Lockstep | None:
     """This rank's channel to the others that share the model; None for a model that is all here. Called by all of them."""
+    mesh = _mesh_of(model)
+    return None if mesh is None else Lockstep(mesh.get_group())
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether other ranks have parts of it."""
+    return _mesh_of(model) is not None
+
+
+def _mesh_of(model: nn.Module) -> Any:
     mesh: Any = getattr(model, "_device_mesh", None)
     if mesh is not None and mesh.mesh_dim_names is not None:
         mesh = mesh["tp"] if "tp" in mesh.mesh_dim_names else None
-    if mesh is None or mesh.size() < 2:
-        return None
-    return Lockstep(mesh.get_group())
+    return None if mesh is None or mesh.size() < 2 else mesh
 
 
 def uneven_heads(model: Any, num_ranks: int) -> str | None:

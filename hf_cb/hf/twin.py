@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_cb.hf.dispatched import TokensBeforeHead, is_dispatched, offloaded_modules, offloaded_tensors, tied_maps
+from hf_cb.hf.dispatched import TokensBeforeHead, is_dispatched, offloaded_tensors, tied_maps
 from hf_cb.hf.forwards import follow_compiled
+from hf_cb.hf.held import OF_GENERATE, Reading
 
 
 def make_twin(model: nn.Module) -> nn.Module:
@@ -25,6 +24,8 @@ def make_twin(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(shared): shared for shared in (*shared_tensors(model), *merge_notes(model))}
     # What is loaded for a call of the twin is noted apart from what is loaded for the user's, and may be at the same time.
     memo |= {id(tied): {address: dict(where) for address, where in list(tied.items())} for tied in tied_maps(model)}
+    # A tensor that autograd has made can't be copied with its history.
+    memo |= {id(tensor): tensor.detach().clone() for tensor in read_all(model).tensors if not tensor.is_leaf}
     # The patched `generate` is an attribute of the instance, and not the twin's business.
     memo[id(vars(model).get("generate"))] = None
     twin = copy.deepcopy(model, memo)
@@ -68,73 +69,6 @@ def rope_follows_length(module: nn.Module) -> bool:
     return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fingerprint:
-    """What a twin cannot follow by sharing. Two that match: the twin is as good as new.
-
-    Weights changed in place leave it as it is; a module replaced or added, a hook, a parameter that is another object or
-    moved to another dtype or device, do not, nor do plain values of a module, by which adapters are switched, say. Objects are
-    told apart by weak references, of which Python keeps one per object: an id could be used again by something else, a strong
-    reference would keep the user's model alive.
-    """
-
-    objects: tuple[object, ...]
-    state: tuple[object, ...]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Fingerprint:
-        """Of the model as it is now: some two microseconds per module, which every call waits for."""
-        modules = all_modules(model)
-        offloaded = offloaded_modules(modules) if any("_hf_hook" in vars(module) for module in modules) else set()
-        objects: list[object] = [weakref.ref(module) for module in modules]
-        state: list[object] = []
-        for module in modules:
-            forward, kind = vars(module).get("forward"), type(module)
-            if forward is not None:
-                objects.append(weakref.ref(forward))
-            # The class's forward can be exchanged, too; and children can move from one to another.
-            state += (kind, kind.forward, len(module._forward_hooks), len(module._forward_pre_hooks), forward is not None)
-            state.append(tuple([modules.get(child) for child in list(module._modules.values()) if child is not None]))
-            # Those keep books of what they have seen; and most of torch's own layers are what they are.
-            keeps_books = "rope_type" in vars(module) and rope_follows_length(module)
-            if not keeps_books and kind not in _WITHOUT_VALUES:
-                state += _plain_values(module, containers=module is not model)
-            if module in offloaded:
-                continue
-            # Buffers that the module itself replaces as it runs are not shared, and tell nothing.
-            for tensor in (*list(module._parameters.values()), *([] if keeps_books else list(module._buffers.values()))):
-                if tensor is not None:
-                    objects.append(weakref.ref(tensor))
-                    state += (tensor.dtype, tensor.device, tensor.shape)
-        return cls(tuple(objects), tuple(state))
-
-    def matches(self, other: Fingerprint) -> bool:
-        """Whether both are of the same objects in the same state."""
-        if len(self.objects) != len(other.objects) or self.state != other.state:
-            return False
-        return all(a is b for a, b in zip(self.objects, other.objects, strict=True))
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-_CONTAINERS = frozenset((list, tuple, set, dict))
-_MOST_VALUES = 256  # in a container
-_WITHOUT_VALUES = frozenset((nn.Linear, nn.Embedding, nn.ModuleList))
-
-
-def _plain_values(module: nn.Module, containers: bool) -> list[tuple[str, object]]:
-    """The module's own numbers, switches and names; with `containers`, small lists and dicts of such too."""
-    own = [item for item in list(vars(module).items()) if item[0] not in _OF_EVERY_MODULE]  # others may be adding some
-    values: list[tuple[str, object]] = [item for item in own if type(item[1]) in _PLAIN]
-    if containers:
-        for name, value in own:
-            if type(value) in _CONTAINERS and len(value) <= _MOST_VALUES:
-                parts = [*value.keys(), *value.values()] if type(value) is dict else value
-                if all(type(part) in _PLAIN for part in parts):
-                    values.append((name, tuple(parts)))
-    return values
-
-
 def all_modules(model: nn.Module) -> dict[nn.Module, int]:
     """Those of `model.modules()`, in another order and much faster; each with its place in that."""
     found = {model: 0}
@@ -145,6 +79,15 @@ def all_modules(model: nn.Module) -> dict[nn.Module, int]:
                 found[child] = len(found)
                 pending.append(child)
     return found
+
+
+def read_all(model: nn.Module) -> Reading:
+    """A look at all that the modules hold."""
+    modules = all_modules(model)
+    reading = Reading(modules)
+    for module in modules:
+        reading.values(module, OF_GENERATE if module is model else None)
+    return reading
 
 
 def shared_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -31,7 +32,8 @@ class WeightWatch:
     A tensor's version counts its in-place operations. `weight.data = other` keeps the counter and moves the storage.
     `weight.data.add_(...)`, as adapters are merged, moves neither: some bytes spread over the tensor are compared (on a CPU).
     A write through `.data` that spares all of those goes unseen. Takes a microsecond or two per tensor; without the bytes
-    a tenth of that, where the kernels for CPUs are there to look.
+    a tenth of that, where the kernels for CPUs are there to look. Inference tensors keep no version: instead of some of
+    their bytes, all are read, which takes as long as memory takes to give them.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], notes: Sequence[Sequence[str]] = ()) -> None:
@@ -40,9 +42,11 @@ class WeightWatch:
         self._plain = all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in self._tensors)
         self._notes = notes
         self._noted = [*map(tuple, notes)]
-        self._states = [_state(tensor) for tensor in self._tensors]
+        self._states = [state_of(tensor) for tensor in self._tensors]
         self._windows = [_window(tensor) for tensor in self._tensors]
         self._samples = [_bytes(window) for window in self._windows]
+        self._uncounted = [i for i, tensor in enumerate(self._tensors) if tensor.is_inference()]
+        self._sums = self._sum()
         self._marks = self._look()
 
     def changed(self, samples: bool = True) -> list[torch.Tensor]:
@@ -54,25 +58,56 @@ class WeightWatch:
         if not samples and marks is not None and self._marks is not None and torch.equal(marks, self._marks):
             return []
         self._marks = marks
+        sums = self._sum() if samples else self._sums
+        rewritten = {i for i, now, before in zip(self._uncounted, sums, self._sums, strict=True) if now != before}
+        self._sums = sums
         changed = []
         for i, tensor in enumerate(self._tensors):
-            state = _state(tensor)
+            state = state_of(tensor)
             if state != self._states[i]:
                 self._states[i] = state
                 self._windows[i] = _window(tensor)
-            elif not samples or _bytes(self._windows[i]) == self._samples[i]:
+            elif i not in rewritten and (not samples or _bytes(self._windows[i]) == self._samples[i]):
                 continue
             self._samples[i] = _bytes(self._windows[i])
             changed.append(tensor)
         return changed
+
+    def _sum(self) -> list[int]:
+        return checksums([self._tensors[i] for i in self._uncounted])
 
     def _look(self) -> torch.Tensor | None:
         """All states as one tensor; None: there is nothing that would be faster at it."""
         return torch.ops.hf_cb.marks(self._tensors) if is_loaded() and self._plain else None
 
 
-def _state(tensor: torch.Tensor) -> tuple[int, int]:
+def state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Its version, 0 where it keeps none, and its address."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """One number for all bytes of each, on whatever device."""
+    dense = [tensor.detach().contiguous() for tensor in tensors]
+    if is_loaded() and all(tensor.device.type == "cpu" for tensor in dense):
+        return torch.ops.hf_cb.checksums(dense).tolist()  # type: ignore[no-any-return]
+    return [_checksum(tensor) for tensor in dense]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Without a kernel of ours. torch's own hash is no good: a tensor of an even size and its negative have the same."""
+    if tensor.device.type == "cpu":
+        return zlib.crc32(_memory(tensor.data_ptr(), tensor.nbytes).data) if tensor.nbytes else 0
+    total = 0
+    for chunk in tensor.reshape(-1).view(torch.uint8).split(1 << 22):
+        places = torch.arange(chunk.numel(), device=chunk.device)
+        total = (total * 31 + int((chunk * (places * 0x1E3779B97F4A7C15 | 1)).sum())) % (1 << 64)
+    return total
+
+
+def _memory(begin: int, size: int) -> npt.NDArray[np.uint8]:
+    memory: npt.NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(begin))
+    return memory
 
 
 def _window(tensor: torch.Tensor) -> npt.NDArray[np.generic] | None:
@@ -87,8 +122,8 @@ def _window(tensor: torch.Tensor) -> npt.NDArray[np.generic] | None:
     begin, size = (tensor.data_ptr(), tensor.nbytes) if tensor.is_contiguous() else (storage.data_ptr(), storage.nbytes())
     if not size:
         return None
-    memory: npt.NDArray[np.generic] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(begin))
-    words = memory[: size // 4 * 4].view(np.uint32) if size >= 4 else memory
+    memory = _memory(begin, size)
+    words: npt.NDArray[np.generic] = memory[: size // 4 * 4].view(np.uint32) if size >= 4 else memory
     return words[:: max(1, len(words) // _SAMPLES - 1)]
 
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_cb
 from hf_cb.hf.dispatched import offloaded_modules, offloaded_tensors
-from hf_cb.hf.twin import Fingerprint, make_twin
+from hf_cb.hf.fingerprint import Fingerprint
+from hf_cb.hf.twin import make_twin
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -288,7 +288,7 @@ def test_tokens_that_are_trained(tied: bool) -> None:
 
 def test_virtual_tokens_run_natively() -> None:
     with twins(PromptTuningConfig(num_virtual_tokens=5, **KIND), None) as both:
-        tokens = both.same(native="prepared by something else")
+        tokens = both.same(native="prepare_inputs_for_generation is not transformers")
         base = both.plain.get_base_model()
         assert base.generate(IDS, max_new_tokens=12, do_sample=False)[0].tolist() != tokens
         with both.disabled():
