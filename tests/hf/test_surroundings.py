@@ -155,7 +155,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("mode", [Calls, Operations])
 def test_other_modes_of_the_callers_watch_its_thread(duo: seam.Duo, mode: type[Any]) -> None:
     with mode():
-        duo.same(PROMPTS[0], max_new_tokens=NEW, native="a torch mode")
+        duo.same(PROMPTS[0], max_new_tokens=NEW, native="on in the calling thread")
     duo.same(PROMPTS[0], max_new_tokens=NEW)
 
 
