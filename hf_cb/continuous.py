@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_cb.backend import GenerationBackend, plain_generate
@@ -15,9 +18,10 @@ from hf_cb.engine import Engine, Served
 from hf_cb.errors import EngineClosedError, UnsupportedCallError, UnsupportedModelError
 from hf_cb.hf.build import build
 from hf_cb.hf.generate import generate, why_native
+from hf_cb.hf.result_cache import Origin
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.support import UnservableError
-from hf_cb.hf.twin import Fingerprint
+from hf_cb.hf.twin import Fingerprint, shared_tensors
 from hf_cb.request import Service
 from hf_cb.runtime.threads import release_pool
 from hf_cb.shared_look import SharedLook
@@ -36,6 +40,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         super().__init__(model, config)
         self._is_detached = False
         self._fingerprint: Fingerprint | None = None
+        self._tensors: tuple[Fingerprint | None, list[torch.Tensor]] = None, []  # the weights, and of which look
 
     def renew_locks(self) -> None:
         """Make the locks; anew in a forked child."""
@@ -71,7 +76,7 @@ class ContinuousBatchingBackend(GenerationBackend):
             reason = self.why_not(arguments)
         if reason is None:
             try:
-                return generate(self.engine, self.model, self.original, arguments, seed, service)
+                return generate(self.engine, self.model, self._origin, self.original, arguments, seed, service)
             except (GoNativeError, UnsupportedModelError) as error:  # the latter: another caller's refresh came between
                 reason = str(error)
             except EngineClosedError:
@@ -88,6 +93,24 @@ class ContinuousBatchingBackend(GenerationBackend):
             return self.plain(arguments, seed)
         finally:
             release_pool()
+
+    def _origin(self) -> Origin:
+        """The model as it is now, for a cache that is made later."""
+        model, fingerprint = self.model, self._fingerprint
+        if fingerprint is None:  # a twin is being replaced
+            fingerprint = Fingerprint.of(model)
+        known, tensors = self._tensors
+        if known is not fingerprint:
+            tensors = shared_tensors(model)
+            self._tensors = fingerprint, tensors
+        return Origin.of(model, weakref.WeakMethod(self._turn), fingerprint, tensors)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self.engine.is_tensor_parallel:
+            raise UnsupportedCallError("the cache of a result can't be read: all ranks would have to make it together")
+        with self._plain_lock:
+            yield
 
     def rows_in_flight(self, call: dict[str, Any]) -> int:
         """Twice what a batch holds: those at the end of one wait for the slowest before them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,18 +30,19 @@ from hf_cb.hf import errand
 from hf_cb.hf.beam_search import BeamSearch
 from hf_cb.hf.beams import beam_output, beam_requests
 from hf_cb.hf.call import Call, Stopping
+from hf_cb.hf.company import Company, joined
 from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
 from hf_cb.hf.rules import GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.sampling import Prompts, split
 from hf_cb.hf.tokenizing import stop_string_criterion
-from hf_cb.hf.twin import all_modules
+from hf_cb.hf.result_cache import NAMES, Origin, contents_of, is_blank, kept_cache
+from hf_cb.hf.twin import in_training
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *_BEAMS)
-_Dropout: Any = torch.nn.modules.dropout._DropoutNd
 _CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
 # Arguments of generate() that are not fields of the config, and that the engine understands or transformers' preamble handles.
 _KNOWN_ARGUMENTS = frozenset(
@@ -55,16 +57,15 @@ _KNOWN_ARGUMENTS = frozenset(
         "streamer",
         "tokenizer",
         "use_cache",
+        "position_ids",
     }
 )
 
 
 def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
     """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble."""
-    if model.training:
-        return "the model is in training mode"
-    if any(module.training and isinstance(module, _Dropout) and module.p for module in all_modules(model)):
-        return "a dropout layer is in training mode"
+    if (reason := in_training(model)) is not None:
+        return reason
     device = model.device
     if device.type == "meta":  # all weights are offloaded
         device = device_of(model.get_input_embeddings())
@@ -77,6 +78,8 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         if name in _KNOWN_ARGUMENTS or name in _CONFIG_FIELDS or value is None:
             continue
         if name == "synced_gpus" and not value:
+            continue
+        if name in NAMES and (contents_of(value) is not None or is_blank(value)):
             continue
         return f"argument {name}"
     if _effective(model, arguments, "token_healing"):
@@ -128,7 +131,13 @@ class _PromptRecorder(BaseStreamer):
 
 
 def generate(
-    engine: Engine, model: Any, original: Callable[..., Any], arguments: dict[str, Any], seed: int | None, service: Service
+    engine: Engine,
+    model: Any,
+    origin: Callable[[], Origin],
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    seed: int | None,
+    service: Service,
 ) -> Any:
     """Run one call through the engine. Raises GoNativeError if the merged options turn out to need plain generate."""
     streamer: BaseStreamer | None = arguments.get("streamer")
@@ -144,7 +153,13 @@ def generate(
     ) -> Any:
         if streamer is not None and generation_config.get_generation_mode() in _BEAMS:
             raise GoNativeError("a streamer beside beams")  # plain generate has an error for it
-        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs.get("attention_mask"))
+        mask = model_kwargs.get("attention_mask")
+        positions = None if arguments.get("position_ids") is None else model_kwargs["position_ids"]
+        is_callers = any(arguments.get(name) is not None for name in NAMES)
+        kept = kept_cache(input_ids, mask, positions, generation_config, model_kwargs, is_callers, origin)
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, mask, kept)
+        if positions is not None:
+            _check_positions(model, call, positions)
         deadline = service.deadline()
         requests = [replace(request, service=service, deadline=deadline) for request in _requests(engine, call, seed)]
         return _run(engine, call, requests, streamer, recorder.prompt if recorder else None)
@@ -166,6 +181,16 @@ def with_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         changed["generation_config"] = copy.copy(config)
         changed["generation_config"].stop_strings = None
     return changed
+
+
+def _check_positions(model: Any, call: Call, positions: torch.Tensor) -> None:
+    """Raise GoNativeError for positions other than those that the mask gives."""
+    want = model._prepare_position_ids_for_generation(call.input_ids, {"attention_mask": call.attention_mask})
+    if positions.shape == call.input_ids.shape and want.shape[1:] == positions.shape[1:]:
+        same = positions == want
+        if bool((same if call.attention_mask is None else same | (call.attention_mask == 0)).all()):
+            return
+    raise GoNativeError("position_ids other than the mask gives")
 
 
 def _requests(engine: Engine, call: Call, seed: int | None) -> list[Request]:
@@ -207,6 +232,9 @@ def _row_requests(call: Call, seed: int) -> list[Request]:
     eos, length = stopping.eos_token_ids, call.input_ids.shape[1]
     padding = tuple(length - len(prompt) for prompt in prompts)
     processors, params = split(call.processors, bool(call.config.do_sample), Prompts(length, padding, eos))
+    company = _company(call, stopping)
+    if company is not None:  # then the rules alone say what comes, and when a row ends
+        processors, params, eos = list(call.processors), SamplingParams(do_sample=bool(call.config.do_sample)), frozenset()
     requests: list[Request] = []
     for i, prompt in enumerate(prompts):
         first = i - i % _rows_per_prompt(call)
@@ -216,8 +244,8 @@ def _row_requests(call: Call, seed: int) -> list[Request]:
                 stopping.max_new_tokens,
                 eos,
                 replace(params, seed=check_seed(seed + i)),
-                rules=_rules(call, i, stopping, processors),
-                fork_of=requests[first].request_id if first < i else None,
+                rules=_rules(call, i, stopping, processors, company),
+                fork_of=requests[first].request_id if first < i and prompt == prompts[first] else None,
             )
         )
     return requests
@@ -227,22 +255,33 @@ def _rows_per_prompt(call: Call) -> int:
     return max(1, call.config.num_return_sequences or 1)
 
 
-def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any]) -> OwnRules | None:
+def _company(call: Call, stopping: Stopping) -> Company | None:
+    """What the rows share if it shows in the result how long each goes on after its end."""
+    num_rows, pad = len(call.input_ids), call.config._pad_token_tensor
+    shows = call.keeps("output_scores") or call.keeps("output_logits") if call.has_eos else bool(stopping.criteria)
+    if num_rows == 1 or not shows:
+        return None
+    if call.has_eos and pad is None:
+        raise GoNativeError("several rows with an end and without a pad token")  # plain generate has an error for it
+    return Company(num_rows, int(pad) if call.has_eos else None)
+
+
+def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any], company: Company | None) -> OwnRules | None:
     """What the engine has no field for, for one row of the call. None: nothing."""
     keep_scores, keep_logits = call.keeps("output_scores"), call.keeps("output_logits")
     if not (processors or stopping.criteria or keep_scores or keep_logits):
         return None
-    num_rows, has_eos = len(call.input_ids), bool(stopping.eos_token_ids)
-    if num_rows > 1 and has_eos and (keep_scores or keep_logits):
-        raise GoNativeError("scores of several rows that may end apart: plain generate goes on computing those that ended")
+    num_rows = len(call.input_ids)
+    criteria = criteria_of_row(stopping.criteria, num_rows)
     part = Part(slice(row, row + 1), row // _rows_per_prompt(call))
     return OwnRules(
         call.input_ids[row : row + 1],
         stopping.max_new_tokens,
         processors_of(processors, part, is_whole=num_rows == 1),
-        criteria_of_row(stopping.criteria, num_rows, has_eos),
+        criteria if company is None else call.criteria,
         keep_scores,
         keep_logits,
+        company,
     )
 
 
@@ -257,7 +296,7 @@ def _run(
     try:
         if streamer is not None:
             streamer.put(prompt)
-            _stream(handles, pad_token, streamer)
+            _stream(handles, pad_token, streamer, _company_of(requests))
         rows = [handle.result().tokens for handle in handles]
     except BaseException as error:
         for handle in handles:
@@ -277,24 +316,26 @@ def _output(call: Call, requests: list[Request], rows: list[tuple[int, ...]], pa
     searches = [request.search for request in requests if isinstance(request.search, BeamSearch)]
     if searches:
         return beam_output(call, searches)
-    new = torch.full((len(rows), max(map(len, rows))), pad_token)
+    kept = [request.rules for request in requests if isinstance(request.rules, OwnRules)]
+    num_steps = max(map(len, rows)) if (company := _company_of(requests)) is None else company.num_steps
+    new = torch.full((len(rows), num_steps), pad_token)
     for i, row in enumerate(rows):
-        new[i, : len(row)] = torch.tensor(row)
+        new[i, : len(row)] = torch.tensor(row[:num_steps])
     sequences: Any = torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
+    cache = call.keep(sequences)
     if not call.config.return_dict_in_generate:
         return sequences
-    kept = [request.rules for request in requests if isinstance(request.rules, OwnRules)]
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=_steps([rules.scores for rules in kept]),  # type: ignore[arg-type]
-        logits=_steps([rules.logits for rules in kept]),  # type: ignore[arg-type]
+        scores=joined([rules.scores for rules in kept], num_steps),
+        logits=joined([rules.logits for rules in kept], num_steps),
+        **cache,
     )
 
 
-def _steps(rows: list[tuple[torch.Tensor, ...] | None]) -> tuple[torch.Tensor, ...] | None:
-    """Per step [B, vocab], from per row and step [1, vocab]; all rows took as many steps."""
-    kept = [row for row in rows if row is not None]
-    return tuple(torch.cat(step) for step in zip(*kept, strict=True)) if kept else None
+def _company_of(requests: list[Request]) -> Company | None:
+    rules = requests[0].rules
+    return rules.company if isinstance(rules, OwnRules) else None
 
 
 def _own_error(requests: list[Request]) -> BaseException | None:
@@ -304,12 +345,13 @@ def _own_error(requests: list[Request]) -> BaseException | None:
     return next((error for error in errors if error is not None), None)
 
 
-def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStreamer) -> None:
+def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStreamer, company: Company | None) -> None:
     """As plain generate does: one `put` per step with a token for every row, pad for those that have ended."""
     iterators = [iter(handle) for handle in handles]
-    while True:
+    for step in itertools.count(1):
         tokens = [next(iterator, None) for iterator in iterators]
-        if all(token is None for token in tokens):
+        is_beyond = company is not None and company.is_over and step > company.num_steps
+        if is_beyond or all(token is None for token in tokens):
             break
         streamer.put(torch.tensor([pad_token if token is None else token for token in tokens]))
     streamer.end()

@@ -21,6 +21,8 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
+from hf_cb.hf.company import Company
+
 
 class GoNativeError(Exception):
     """Raised inside the seam: this call runs natively. The message is the reason."""
@@ -37,9 +39,12 @@ class OwnRules:
         criteria: StoppingCriteriaList,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        company: Company | None = None,
     ) -> None:
-        """`row`: [1, n] ids, its padding included."""
-        self._length = row.shape[1]
+        """`row`: [1, n] ids, its padding included. `company`: the rows that end together; then `criteria` are all there are."""
+        self.company = company
+        self._num_prompt = self._length = row.shape[1]
+        self._has_ended = False
         with torch.inference_mode(False):  # else the engine's thread could not write into it
             self._ids = torch.empty((1, self._length + max_new_tokens), dtype=row.dtype, device=row.device)
         self._ids[:, : self._length] = row
@@ -47,6 +52,7 @@ class OwnRules:
         self._criteria = criteria
         self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None  # [1, vocab] each
         self.logits: tuple[torch.Tensor, ...] | None = () if keep_logits else None
+        self._beyond: torch.Tensor | None = None  # the scores of a step after the row's end
         self.error: BaseException | None = None  # the caller's own, with its traceback
 
     def process(self, logits: Any) -> Any:
@@ -55,24 +61,36 @@ class OwnRules:
         if self.logits is not None:
             self.logits += (logits,)  # the tensor itself: as in plain generate, a processor that works in place shows here
         try:
-            return self._processors(self._history(), logits) if self._processors else logits
+            scores = self._processors(self._history(), logits) if self._processors else logits
         except BaseException as error:  # SystemExit too is this caller's affair, not the engine's
             self.error = error
             raise
+        if not self._has_ended or self.company is None or self.company.pad_token is None:
+            return scores
+        self._beyond = scores  # what the result shows; the token is chosen by others
+        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([self.company.pad_token], device=scores.device), 0.0)
 
     def accept(self, token: int, scores: Any) -> bool:
         """Append the token and ask the criteria."""
         self._ids[0, self._length] = token
         self._length += 1
         if self.scores is not None:
-            self.scores += (scores.to(self._ids.device, copy=True),)
+            self.scores += ((scores if self._beyond is None else self._beyond).to(self._ids.device, copy=True),)
         if not self._criteria:
             return False
         try:
-            return bool(self._criteria(self._history(), self.scores).all())
+            is_met = bool(self._criteria(self._history(), self.scores).all())
         except BaseException as error:  # SystemExit too is this caller's affair, not the engine's
             self.error = error
             raise
+        return is_met if self.company is None else self._ends_all(self.company, is_met)
+
+    def _ends_all(self, company: Company, is_met: bool) -> bool:
+        num_steps = self._length - self._num_prompt
+        if is_met and not self._has_ended:
+            self._has_ended = True
+            company.end(num_steps)
+        return company.is_over and num_steps >= company.num_steps
 
     def _history(self) -> Any:
         """Prompt and output so far, [1, n]."""
@@ -106,12 +124,10 @@ def processors_of(processors: Iterable[Any], part: Part, is_whole: bool) -> Logi
     return found
 
 
-def criteria_of_row(criteria: Iterable[Any], num_rows: int, has_eos: bool) -> StoppingCriteriaList:
+def criteria_of_row(criteria: Iterable[Any], num_rows: int) -> StoppingCriteriaList:
     """The criteria as they are for one row of a call. Raises GoNativeError where rows would not be as if alone."""
     found = StoppingCriteriaList(criteria)
     if num_rows > 1 and found:
-        if not has_eos:  # then plain generate goes on with rows that have stopped, until all have
-            raise GoNativeError("stopping criteria for several rows without an end-of-sequence token")
         for criterion in found:
             if type(criterion) not in (MaxTimeCriteria, StopStringCriteria):
                 raise GoNativeError(f"stopping criterion {type(criterion).__name__} for several rows: it may look across them")

@@ -19,6 +19,9 @@ from torch import nn
 from hf_cb.hf.dispatched import TokensBeforeHead, is_dispatched, offloaded_modules, offloaded_tensors, tied_maps
 
 
+_Dropout: Any = nn.modules.dropout._DropoutNd
+
+
 def make_twin(model: nn.Module) -> nn.Module:
     """A copy of the module tree over the same weights, in eval mode."""
     memo: dict[int, Any] = {id(shared): shared for shared in (*shared_tensors(model), *merge_notes(model))}
@@ -143,6 +146,15 @@ def all_modules(model: nn.Module) -> dict[nn.Module, int]:
                 found[child] = len(found)
                 pending.append(child)
     return found
+
+
+def in_training(model: nn.Module) -> str | None:
+    """What of the model is in training mode, so that its forward may draw; None: nothing."""
+    if model.training:
+        return "the model is in training mode"
+    if any(module.training and isinstance(module, _Dropout) and module.p for module in all_modules(model)):
+        return "a dropout layer is in training mode"
+    return None
 
 
 def shared_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -71,6 +71,13 @@ class WeightWatch:
         return torch.ops.hf_cb.marks(self._tensors) if is_loaded() and self._plain else None
 
 
+def marks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What tells that one of them was written to, or is another, as one tensor: a fraction of a microsecond for each."""
+    if is_loaded() and all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in tensors):
+        return torch.ops.hf_cb.marks(tensors)
+    return torch.tensor([_state(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
+
+
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
