@@ -133,7 +133,9 @@ class BeamSearch:
         self._can_improve = self._can_improve and self._may_improve()
         if self._is_over(bool(ends.all())):
             self.met_dead_end |= bool((self._beam_scores < _NEVER / 2).any())
-            return Choice((), (), tuple(self._sequences[0, self._num_prompt :][: int((self._beam_indices[0] >= 0).sum())].tolist()))
+            return Choice(
+                (), (), tuple(self._sequences[0, self._num_prompt :][: int((self._beam_indices[0] >= 0).sum())].tolist())
+            )
         self.met_dead_end |= bool((self._running_scores < _NEVER / 2).any())
         return Choice(tuple(parents[kept].tolist()), tuple(tokens[kept].tolist()))
 

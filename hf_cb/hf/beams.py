@@ -76,7 +76,7 @@ def beam_output(call: Call, searches: list[BeamSearch]) -> Any:
     scores = torch.cat([beams.beam_scores[:best] for beams in found]) if call.keeps("output_scores") else None
     return GenerateBeamDecoderOnlyOutput(
         sequences=sequences,  # type: ignore[arg-type]
-        sequences_scores=scores,  # type: ignore[arg-type]
+        sequences_scores=scores,
         scores=joined([search.all_scores for search in searches], num_steps),
         logits=joined([search.all_logits for search in searches], num_steps),
         beam_indices=torch.cat(indices),  # type: ignore[arg-type]

@@ -68,7 +68,8 @@ class Call:
         return Stopping(max(1, min(lengths)), frozenset(eos), own)
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """Each row, what a passed cache has of it included, without its left padding. A mask with a hole, or with padding on the right, is plain generate's business."""
+        """Each row, with what a passed cache has of it, without its left padding. A mask with a hole, or with padding on the
+        right, is plain generate's business."""
         if self.input_ids.dim() != 2 or self.input_ids.dtype not in (torch.int64, torch.int32):
             raise GoNativeError(f"input ids that are {self.input_ids.dtype} {list(self.input_ids.shape)}")
         whole = self.input_ids if self.kept is None else self.kept.whole(self.input_ids)

@@ -33,10 +33,10 @@ from hf_cb.hf.call import Call, Stopping
 from hf_cb.hf.company import Company, joined
 from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
+from hf_cb.hf.result_cache import NAMES, Origin, contents_of, is_blank, kept_cache
 from hf_cb.hf.rules import GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.sampling import Prompts, split
 from hf_cb.hf.tokenizing import stop_string_criterion
-from hf_cb.hf.result_cache import NAMES, Origin, contents_of, is_blank, kept_cache
 from hf_cb.hf.twin import in_training
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
@@ -261,9 +261,11 @@ def _company(call: Call, stopping: Stopping) -> Company | None:
     shows = call.keeps("output_scores") or call.keeps("output_logits") if call.has_eos else bool(stopping.criteria)
     if num_rows == 1 or not shows:
         return None
-    if call.has_eos and pad is None:
+    if not call.has_eos:
+        return Company(num_rows, None)
+    if pad is None:
         raise GoNativeError("several rows with an end and without a pad token")  # plain generate has an error for it
-    return Company(num_rows, int(pad) if call.has_eos else None)
+    return Company(num_rows, int(pad))
 
 
 def _rules(call: Call, row: int, stopping: Stopping, processors: list[Any], company: Company | None) -> OwnRules | None:

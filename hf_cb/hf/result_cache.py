@@ -39,7 +39,9 @@ class Origin:
     """The model as it was in one call. Keeps neither the model nor its backend alive."""
 
     model: weakref.ref[Any]
-    turn: Callable[[], Callable[[], AbstractContextManager[Any]] | None]  # weak: to run the model while no other plain call does
+    turn: Callable[
+        [], Callable[[], AbstractContextManager[Any]] | None
+    ]  # weak: to run the model while no other plain call does
     fingerprint: Fingerprint
     weights: torch.Tensor  # marks of them
     is_inference: bool
@@ -63,7 +65,7 @@ class Contents:
     mask: torch.Tensor | None  # [B, n]; None: all ones
     positions: torch.Tensor | None  # [B, n]; None: those that the mask gives
     origin: Origin
-    kind: type[Any]
+    kind: Any  # its class
     blank: dict[str, Any]  # the attributes of the cache while it was empty
 
 
@@ -82,7 +84,8 @@ def stand_for(
 ) -> None:
     """Let a cache, empty or unread, stand for the keys and values of these tokens."""
     before = contents_of(cache)
-    kind, blank = (type(cache), dict(vars(cache))) if before is None else (before.kind, before.blank)
+    kind: Any = type(cache) if before is None else before.kind
+    blank = dict(vars(cache)) if before is None else before.blank
     came_with_a_call = blank.pop(_CAME, None) or vars(cache).get(_CAME)
     contents = Contents(tokens, mask, positions, origin, kind, blank)
     with _swap:
@@ -194,7 +197,7 @@ class _Unread:
 
 
 @functools.cache
-def _unread(kind: type[Any]) -> type[Any]:
+def _unread(kind: Any) -> type[Any]:
     own = {name: value for name, value in vars(_Unread).items() if inspect.isfunction(value)}
     # A single base: an object can change to a class and back that has the same memory.
     return type(kind.__name__, (kind,), own | {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
@@ -244,13 +247,18 @@ def _filled(contents: Contents) -> Any:
 
 
 def _lost(why: str) -> CacheLostError:
-    return CacheLostError(f"{NAME}: its keys and values are made when they are first read, by the model that generated, which {why}")
+    return CacheLostError(
+        f"{NAME}: its keys and values are made when they are first read, by the model that generated, which {why}"
+    )
 
 
 # Whatever the model's generation config says, transformers' preamble is to prepare these tokens, and this cache, as they are.
 _NO_OPTIONS: dict[str, Any] = {
-    **{"max_new_tokens": 1, "max_length": None, "min_new_tokens": None, "min_length": 0, "token_healing": False},
-    **{"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "cache_implementation": None, "prefill_chunk_size": None},
+    **dict.fromkeys(("max_length", "min_new_tokens", "cache_implementation", "prefill_chunk_size")),
+    **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), 1),
+    "min_length": 0,
+    "token_healing": False,
+    "use_cache": True,
 }
 
 

@@ -68,7 +68,9 @@ class OwnRules:
         if not self._has_ended or self.company is None or self.company.pad_token is None:
             return scores
         self._beyond = scores  # what the result shows; the token is chosen by others
-        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([self.company.pad_token], device=scores.device), 0.0)
+        return torch.full_like(scores, -torch.inf).index_fill_(
+            1, torch.tensor([self.company.pad_token], device=scores.device), 0.0
+        )
 
     def accept(self, token: int, scores: Any) -> bool:
         """Append the token and ask the criteria."""

@@ -19,9 +19,6 @@ from torch import nn
 from hf_cb.hf.dispatched import TokensBeforeHead, is_dispatched, offloaded_modules, offloaded_tensors, tied_maps
 
 
-_Dropout: Any = nn.modules.dropout._DropoutNd
-
-
 def make_twin(model: nn.Module) -> nn.Module:
     """A copy of the module tree over the same weights, in eval mode."""
     memo: dict[int, Any] = {id(shared): shared for shared in (*shared_tensors(model), *merge_notes(model))}
@@ -116,7 +113,7 @@ class Fingerprint:
         return all(a is b for a, b in zip(self.objects, other.objects, strict=True))
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_previous_max_cache_length"))  # the latter, every call with a static cache
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _CONTAINERS = frozenset((list, tuple, set, dict))
 _MOST_VALUES = 256  # in a container
@@ -146,6 +143,9 @@ def all_modules(model: nn.Module) -> dict[nn.Module, int]:
                 found[child] = len(found)
                 pending.append(child)
     return found
+
+
+_Dropout: Any = nn.modules.dropout._DropoutNd
 
 
 def in_training(model: nn.Module) -> str | None:

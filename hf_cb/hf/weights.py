@@ -74,7 +74,8 @@ class WeightWatch:
 def marks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """What tells that one of them was written to, or is another, as one tensor: a fraction of a microsecond for each."""
     if is_loaded() and all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in tensors):
-        return torch.ops.hf_cb.marks(tensors)
+        found: torch.Tensor = torch.ops.hf_cb.marks(tensors)
+        return found
     return torch.tensor([_state(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
 
 

@@ -95,7 +95,7 @@ def test_what_is_done_to_it(duo: seam.Duo) -> None:
     got, want = same_result(duo, **BATCH, **DICT, max_new_tokens=NEW)
     unread = copy.deepcopy(got.cache)
     assert contents_of(unread) is not None
-    assert not contents_of(got.cache) is None
+    assert contents_of(got.cache) is not None
     same_cache(pickle.loads(pickle.dumps(copy.deepcopy(unread))), want.cache)
     for cache in (got.cache, want.cache):
         cache.crop(-2)
