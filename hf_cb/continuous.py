@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_cb.backend import GenerationBackend, plain_generate
@@ -22,6 +21,7 @@ from hf_cb.hf.result_cache import Origin
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.support import UnservableError
 from hf_cb.hf.twin import Fingerprint, shared_tensors
+from hf_cb.hf.weights import Marks
 from hf_cb.request import Service
 from hf_cb.runtime.threads import release_pool
 from hf_cb.shared_look import SharedLook
@@ -40,7 +40,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         super().__init__(model, config)
         self._is_detached = False
         self._fingerprint: Fingerprint | None = None
-        self._tensors: tuple[Fingerprint | None, list[torch.Tensor]] = None, []  # the weights, and of which look
+        self._marks: tuple[Fingerprint | None, Marks | None] = None, None  # of the weights, and with which look
 
     def renew_locks(self) -> None:
         """Make the locks; anew in a forked child."""
@@ -99,11 +99,11 @@ class ContinuousBatchingBackend(GenerationBackend):
         model, fingerprint = self.model, self._fingerprint
         if fingerprint is None:  # a twin is being replaced
             fingerprint = Fingerprint.of(model)
-        known, tensors = self._tensors
-        if known is not fingerprint:
-            tensors = shared_tensors(model)
-            self._tensors = fingerprint, tensors
-        return Origin.of(model, weakref.WeakMethod(self._turn), fingerprint, tensors)
+        known, marks = self._marks
+        if known is not fingerprint or marks is None:
+            marks = Marks(shared_tensors(model))
+            self._marks = fingerprint, marks
+        return Origin.of(model, weakref.WeakMethod(self._turn), fingerprint, marks)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

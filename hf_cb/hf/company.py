@@ -29,6 +29,10 @@ class Company:
         self._running -= 1
         self.num_steps = max(self.num_steps, num_steps)
 
+    def abandon(self) -> None:
+        """A row has failed, and the call with it: nobody has to wait for it."""
+        self._running = 0
+
     @property
     def is_over(self) -> bool:
         """Whether all rows have ended: after `num_steps` steps."""

@@ -185,8 +185,9 @@ def with_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _check_positions(model: Any, call: Call, positions: torch.Tensor) -> None:
     """Raise GoNativeError for positions other than those that the mask gives."""
-    want = model._prepare_position_ids_for_generation(call.input_ids, {"attention_mask": call.attention_mask})
-    if positions.shape == call.input_ids.shape and want.shape[1:] == positions.shape[1:]:
+    prepare = getattr(model, "_prepare_position_ids_for_generation", None)  # what versions and models give by themselves
+    want = None if prepare is None else prepare(call.input_ids, {"attention_mask": call.attention_mask})
+    if want is not None and positions.shape == call.input_ids.shape and want.shape[1:] == positions.shape[1:]:
         same = positions == want
         if bool((same if call.attention_mask is None else same | (call.attention_mask == 0)).all()):
             return

@@ -12,7 +12,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,7 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_cb.errors import CacheLostError
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.twin import Fingerprint, in_training, shared_tensors
-from hf_cb.hf.weights import marks
+from hf_cb.hf.weights import Marks
 
 NAMES = ("cache", "past_key_values")
 """What a cache is called: the newer name first."""
@@ -47,9 +47,9 @@ class Origin:
     is_inference: bool
 
     @classmethod
-    def of(cls, model: Any, turn: Any, fingerprint: Fingerprint, tensors: Sequence[torch.Tensor]) -> Origin:
-        """The model as it is now; `tensors`: its weights."""
-        return cls(weakref.ref(model), turn, fingerprint, marks(tensors), torch.is_inference_mode_enabled())
+    def of(cls, model: Any, turn: Any, fingerprint: Fingerprint, marks: Marks) -> Origin:
+        """The model as it is now; `marks`: of its weights."""
+        return cls(weakref.ref(model), turn, fingerprint, marks.all(), torch.is_inference_mode_enabled())
 
     def is_like(self, other: Origin) -> bool:
         """Whether nothing has changed between the two that keys and values depend on."""
@@ -239,7 +239,7 @@ def _filled(contents: Contents) -> Any:
     ):
         if (reason := in_training(model)) is not None:
             raise _lost(f"would now give others ({reason})")
-        if not origin.is_like(Origin.of(model, None, Fingerprint.of(model), shared_tensors(model))):
+        if not origin.is_like(Origin.of(model, None, Fingerprint.of(model), Marks(shared_tensors(model)))):
             raise _lost("has changed since: its weights, or its modules")
         type(model).generate(model, **call)
     vars(filled).pop(_CAME, None)

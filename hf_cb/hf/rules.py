@@ -63,7 +63,7 @@ class OwnRules:
         try:
             scores = self._processors(self._history(), logits) if self._processors else logits
         except BaseException as error:  # SystemExit too is this caller's affair, not the engine's
-            self.error = error
+            self._fail(error)
             raise
         if not self._has_ended or self.company is None or self.company.pad_token is None:
             return scores
@@ -83,9 +83,14 @@ class OwnRules:
         try:
             is_met = bool(self._criteria(self._history(), self.scores).all())
         except BaseException as error:  # SystemExit too is this caller's affair, not the engine's
-            self.error = error
+            self._fail(error)
             raise
         return is_met if self.company is None else self._ends_all(self.company, is_met)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        if self.company is not None:
+            self.company.abandon()
 
     def _ends_all(self, company: Company, is_met: bool) -> bool:
         num_steps = self._length - self._num_prompt

@@ -25,6 +25,23 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_parts(part)
 
 
+class Marks:
+    """What tells that one of some tensors was written to, or is another, in the ways that cost nothing to see."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        self._plain = all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in self.tensors)
+
+    def all(self) -> torch.Tensor:
+        """Of all tensors as they are now."""
+        found = self.quick()
+        return torch.tensor([_state(tensor) for tensor in self.tensors], device="cpu") if found is None else found
+
+    def quick(self) -> torch.Tensor | None:
+        """The same; None: there is nothing that would be faster than looking at them one by one."""
+        return torch.ops.hf_cb.marks(self.tensors) if is_loaded() and self._plain else None
+
+
 class WeightWatch:
     """Sees a write in three ways, since none sees all of them.
 
@@ -36,21 +53,21 @@ class WeightWatch:
 
     def __init__(self, tensors: Iterable[torch.Tensor], notes: Sequence[Sequence[str]] = ()) -> None:
         """`notes`: lists that change with some of the tensors."""
-        self._tensors = tuple(tensors)
-        self._plain = all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in self._tensors)
+        self._look = Marks(tensors)
+        self._tensors = self._look.tensors
         self._notes = notes
         self._noted = [*map(tuple, notes)]
         self._states = [_state(tensor) for tensor in self._tensors]
         self._windows = [_window(tensor) for tensor in self._tensors]
         self._samples = [_bytes(window) for window in self._windows]
-        self._marks = self._look()
+        self._marks = self._look.quick()
 
     def changed(self, samples: bool = True) -> list[torch.Tensor]:
         """Those that have changed since the last look, by their numbers too if `samples`, or if a note has changed."""
         noted = [*map(tuple, self._notes)]
         if noted != self._noted:
             self._noted, samples = noted, True
-        marks = self._look()
+        marks = self._look.quick()
         if not samples and marks is not None and self._marks is not None and torch.equal(marks, self._marks):
             return []
         self._marks = marks
@@ -65,18 +82,6 @@ class WeightWatch:
             self._samples[i] = _bytes(self._windows[i])
             changed.append(tensor)
         return changed
-
-    def _look(self) -> torch.Tensor | None:
-        """All states as one tensor; None: there is nothing that would be faster at it."""
-        return torch.ops.hf_cb.marks(self._tensors) if is_loaded() and self._plain else None
-
-
-def marks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What tells that one of them was written to, or is another, as one tensor: a fraction of a microsecond for each."""
-    if is_loaded() and all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in tensors):
-        found: torch.Tensor = torch.ops.hf_cb.marks(tensors)
-        return found
-    return torch.tensor([_state(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
