@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_cb.engine import Engine
     from hf_cb.errors import (
         AlreadyInstalledError,
+        CacheLostError,
         EngineClosedError,
         EngineDeadError,
         EngineOverloadedError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyInstalledError",
     "CBConfig",
+    "CacheLostError",
     "ContinuousBatchingBackend",
     "Engine",
     "EngineClosedError",
@@ -80,6 +82,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AlreadyInstalledError": "hf_cb.errors",
     "CBConfig": "hf_cb.config",
+    "CacheLostError": "hf_cb.errors",
     "ContinuousBatchingBackend": "hf_cb.continuous",
     "Engine": "hf_cb.engine",
     "EngineClosedError": "hf_cb.errors",

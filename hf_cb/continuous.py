@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,9 +22,12 @@ from hf_cb.hf.generate import generate
 from hf_cb.hf.held import joined
 from hf_cb.hf.modes import undisturbed
 from hf_cb.hf.native import why_native
+from hf_cb.hf.result_cache import Origin
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.support import UnservableError
 from hf_cb.hf.tensor_parallel import is_split
+from hf_cb.hf.twin import shared_tensors
+from hf_cb.hf.weights import Marks
 from hf_cb.request import Service
 from hf_cb.runtime.threads import release_pool
 from hf_cb.shared_look import SharedLook
@@ -41,6 +46,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         super().__init__(model, config)
         self._is_detached = False
         self._fingerprint: Fingerprint | None = None
+        self._marks: tuple[Fingerprint | None, Marks | None] = None, None  # of the weights, and with which look
 
     def renew_locks(self) -> None:
         """Make the locks; anew in a forked child."""
@@ -76,7 +82,7 @@ class ContinuousBatchingBackend(GenerationBackend):
             reason = self.why_not(arguments)
         if reason is None:
             try:
-                return generate(self.engine, self.model, self.original, arguments, seed, service)
+                return generate(self.engine, self.model, self._origin, self.original, arguments, seed, service)
             except (GoNativeError, UnsupportedModelError) as error:  # the latter: another caller's refresh came between
                 reason = str(error)
             except EngineClosedError:
@@ -93,6 +99,24 @@ class ContinuousBatchingBackend(GenerationBackend):
             return self.plain(arguments, seed)
         finally:
             release_pool()
+
+    def _origin(self) -> Origin:
+        """The model as it is now, for a cache that is made later."""
+        model, fingerprint = self.model, self._fingerprint
+        if fingerprint is None:  # a twin is being replaced
+            fingerprint = Fingerprint.of(model)
+        known, marks = self._marks
+        if known is not fingerprint or marks is None:
+            marks = Marks(shared_tensors(model))
+            self._marks = fingerprint, marks
+        return Origin.of(model, weakref.WeakMethod(self._turn), fingerprint, marks)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self.engine.is_tensor_parallel:
+            raise UnsupportedCallError("the cache of a result can't be read: all ranks would have to make it together")
+        with self._plain_lock:
+            yield
 
     def rows_in_flight(self, call: dict[str, Any]) -> int:
         """Twice what a batch holds: those at the end of one wait for the slowest before them."""

@@ -7,6 +7,7 @@ HFCBError
 ├── UnsupportedCallError (ValueError)       fallback="error", and this call could only run natively
 ├── AlreadyInstalledError (RuntimeError)    install() on a model that has a backend
 ├── NotInstalledError (RuntimeError)        uninstall() or get_engine() on a model that has none
+├── CacheLostError (RuntimeError)           the cache of a result is read when it can no longer be made
 ├── EngineClosedError (RuntimeError)        submit after shutdown()
 ├── EngineOverloadedError (RuntimeError)    too many requests wait already: CBConfig.max_queue_size
 ├── EngineDeadError (RuntimeError)          the engine cannot go on (broken invariant, lost device, fork)
@@ -52,6 +53,10 @@ class AlreadyInstalledError(HFCBError, RuntimeError):
 
 class NotInstalledError(HFCBError, RuntimeError):
     """The model has no generation backend of ours."""
+
+
+class CacheLostError(HFCBError, RuntimeError):
+    """The cache of a result is made when it is first read, and the model has changed since, trains, or is gone."""
 
 
 class EngineClosedError(HFCBError, RuntimeError):

@@ -17,6 +17,7 @@ from hf_cb import errors
 NAMES = [
     "AlreadyInstalledError",
     "CBConfig",
+    "CacheLostError",
     "ContinuousBatchingBackend",
     "Engine",
     "EngineClosedError",

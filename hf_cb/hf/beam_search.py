@@ -14,6 +14,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from hf_cb.hf.company import Steps
 from hf_cb.hf.rules import no_such_token
 from hf_cb.hf.surroundings import Surroundings
 from hf_cb.request import Choice
@@ -37,12 +38,31 @@ class BeamOptions:
     keep_logits: bool
 
 
-class BeamSearch:
-    """One prompt's search (`hf_cb.request.Search`). After its end `sequences`, `scores` and `beam_indices` hold what is best.
+@dataclass(frozen=True, slots=True, eq=False)
+class Beams:
+    """What a search has after a step.
 
-    sequences: [num_beams, max_length] int64, the prompt included, the best first; beam_scores: [num_beams] float32;
-    beam_indices: [num_beams, max_length - prompt] int32, the beam that each token came from, -1 where there is none.
+    sequences: [num_beams, max_length] int64, the prompt included, the best that have ended first; beam_scores: [num_beams]
+    float32; beam_indices: [num_beams, max_length - prompt] int32, the beam that each token came from, -1 where there is none.
     """
+
+    sequences: torch.Tensor
+    beam_scores: torch.Tensor
+    beam_indices: torch.Tensor
+    running: torch.Tensor  # as `sequences`: those that go on
+    num_chosen: int  # steps
+    can_improve: bool
+    are_full: bool  # as many have ended as there are beams
+    all_end: bool  # each candidate ended in this step
+
+    @property
+    def num_output_tokens(self) -> torch.Tensor:
+        """[num_beams]: of each of `sequences`."""
+        return (self.beam_indices >= 0).sum(dim=1)
+
+
+class BeamSearch:
+    """One prompt's search (`hf_cb.request.Search`). After its end `beams` is what it has found."""
 
     def __init__(
         self,
@@ -52,8 +72,12 @@ class BeamSearch:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         seed: int,
+        steps: Steps[Beams],
+        number: int = 0,
     ) -> None:
-        """`row`: [1, n] ids, padding included. `seed`: of the draws, if it samples."""
+        """`row`: [1, n] ids, padding included. `seed`: of the draws, if it samples. `steps`: of the searches that end with this
+        one, which is `number` of them."""
+        self._steps, self._number = steps, number
         self.width = options.num_beams
         self.num_chosen = 0
         self.error: BaseException | None = None  # the caller's own, with its traceback
@@ -73,16 +97,16 @@ class BeamSearch:
         self._running_scores = torch.full((beams,), _NEVER, dtype=torch.float32, device=row.device)
         self._running_scores[0] = 0.0  # all begin alike: only one of them counts at first
         self._running_indices = torch.full((beams, room - self._num_prompt), -1, dtype=torch.int32, device=row.device)
-        self.sequences = self._running.clone()
-        self.beam_scores = torch.full((beams,), _NEVER, dtype=torch.float32, device=row.device)
-        self.beam_indices = self._running_indices.clone()
+        self._sequences = self._running.clone()
+        self._beam_scores = torch.full((beams,), _NEVER, dtype=torch.float32, device=row.device)
+        self._beam_indices = self._running_indices.clone()
         self._ended = torch.zeros(beams, dtype=torch.bool, device=row.device)  # which of `sequences` there are
         self._can_improve = True
 
     @property
-    def num_output_tokens(self) -> torch.Tensor:
-        """[num_beams]: of each of `sequences`."""
-        return (self.beam_indices >= 0).sum(dim=1)
+    def beams(self) -> Beams:
+        """What there was when all searches of the call that end together had ended."""
+        return self._steps.last(self._number)
 
     def choose(self, logits: Any) -> Choice:
         """One step: which beams go on, and with which tokens."""
@@ -111,16 +135,34 @@ class BeamSearch:
         self._running_scores = (scores + ends.float() * _NEVER)[kept]
         self.num_chosen += 1
         self._can_improve = self._can_improve and self._may_improve()
-        is_full = bool(self._ended.all()) and self._options.early_stopping is True
-        if not self._can_improve or is_full or bool(ends.all()):
-            self.met_dead_end |= bool((self.beam_scores < _NEVER / 2).any())
-            best = self.sequences[0, self._num_prompt :][: int(self.num_output_tokens[0])]
-            return Choice((), (), tuple(best.tolist()))
+        if self._is_over(bool(ends.all())):
+            self.met_dead_end |= bool((self._beam_scores < _NEVER / 2).any())
+            return Choice(
+                (), (), tuple(self._sequences[0, self._num_prompt :][: int((self._beam_indices[0] >= 0).sum())].tolist())
+            )
         self.met_dead_end |= bool((self._running_scores < _NEVER / 2).any())
         chosen = tokens[kept].tolist()
         if max(chosen) >= self._options.vocab_size:
             raise no_such_token(max(chosen), self._options.vocab_size)
         return Choice(tuple(parents[kept].tolist()), tuple(chosen))
+
+    def _is_over(self, all_end: bool) -> bool:
+        """Whether all searches have ended with this step, or before it; or this one can't go on, and they will."""
+        beams = Beams(
+            self._sequences,
+            self._beam_scores,
+            self._beam_indices,
+            self._running,
+            self.num_chosen,
+            self._can_improve,
+            bool(self._ended.all()),
+            all_end,
+        )
+        if (step := self._steps.add(self._number, beams)) is not None:
+            is_full = self._options.early_stopping is True and all(each.are_full for each in step)
+            if is_full or not any(each.can_improve for each in step) or all(each.all_end for each in step):
+                self._steps.end = self.num_chosen
+        return self._steps.end is not None or self._num_prompt + self.num_chosen == self._options.max_length
 
     def _total_scores(self, logits: torch.Tensor) -> torch.Tensor:
         """[1, num_beams * vocab]: of every token after every beam."""
@@ -151,12 +193,12 @@ class BeamSearch:
         if (bool(self._ended.all()) and self._options.early_stopping is True) or not self._can_improve:
             scores = scores + _NEVER
         scores = scores + (~counts).float() * _NEVER
-        merged = torch.cat((self.beam_scores, scores))
+        merged = torch.cat((self._beam_scores, scores))
         best = merged[None].topk(self.width).indices[0]
-        self.sequences = torch.cat((self.sequences, rows))[best]
-        self.beam_indices = torch.cat((self.beam_indices, indices))[best]
+        self._sequences = torch.cat((self._sequences, rows))[best]
+        self._beam_indices = torch.cat((self._beam_indices, indices))[best]
         self._ended = torch.cat((self._ended, counts))[best]
-        self.beam_scores = merged[best]
+        self._beam_scores = merged[best]
 
     def _may_improve(self) -> bool:
         """Whether a running beam could still beat the worst of what has ended, by transformers' estimate of its length."""
@@ -166,5 +208,5 @@ class BeamSearch:
         else:
             length = self.num_chosen
         best_possible = self._running_scores[0] / (length**options.length_penalty)
-        worst = torch.where(self._ended, self.beam_scores.min(), _NEVER)
+        worst = torch.where(self._ended, self._beam_scores.min(), _NEVER)
         return bool((best_possible > worst).any())

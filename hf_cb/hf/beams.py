@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-from hf_cb.hf.beam_search import BeamOptions, BeamSearch
+from hf_cb.hf.beam_search import BeamOptions, Beams, BeamSearch
 from hf_cb.hf.call import Call, whole
+from hf_cb.hf.company import Steps, joined
 from hf_cb.hf.rules import GoNativeError, Part, processors_of
 from hf_cb.request import Request
 
@@ -18,17 +19,17 @@ def beam_requests(call: Call, seed: int, vocab_size: int) -> list[Request]:
     options = _options(call, vocab_size)
     beams, stopping = options.num_beams, call.stopping()
     prompts = call.prompts()[::beams]
-    if len(prompts) > 1:
-        if options.keep_scores or options.keep_logits:
-            raise GoNativeError("scores of several prompts with beams: plain generate goes on computing those that ended")
-        if stopping.criteria:
-            raise GoNativeError("stopping criteria for several prompts with beams: they may look across them")
+    if len(prompts) > 1 and stopping.criteria:
+        raise GoNativeError("stopping criteria for several prompts with beams: they may look across them")
+    # What shows in a dict besides the sequences (scores, the cache) goes on until the last search ends.
+    together = Steps[Beams](len(prompts)) if call.config.return_dict_in_generate else None
     requests = []
     for i, prompt in enumerate(prompts):
         rows = slice(i * beams, (i + 1) * beams)
         processors = processors_of(call.processors, Part(rows, i), is_whole=len(prompts) == 1)
+        steps, number = (Steps[Beams](1), 0) if together is None else (together, i)
         row = call.input_ids[rows.start : rows.start + 1]
-        search = BeamSearch(row, options, call.surroundings, processors, call.criteria, seed + i)
+        search = BeamSearch(row, options, call.surroundings, processors, call.criteria, seed + i, steps, number)
         max_new_tokens = options.max_length - call.input_ids.shape[1]
         requests.append(Request(prompt, max_new_tokens, stopping.eos_token_ids, search=search))
     return requests
@@ -61,22 +62,27 @@ def _options(call: Call, vocab_size: int) -> BeamOptions:
 def beam_output(call: Call, searches: list[BeamSearch]) -> Any:
     """Sequences [B * num_return_sequences, n], or an output object with them. Raises GoNativeError where a prompt did not
     fare as it does alone."""
-    if len(searches) > 1 and any(search.met_dead_end for search in searches):
+    is_dict = bool(call.config.return_dict_in_generate)
+    if len(searches) > 1 and not is_dict and any(search.met_dead_end for search in searches):
         raise GoNativeError("beams of several prompts, one of which found no way on: plain generate goes on with it")
     best, prompt_length = call.rows_per_prompt, call.input_ids.shape[1]
-    longest = max(int(search.num_output_tokens[:best].max()) for search in searches)
-    sequences = torch.cat([search.sequences[:best, : prompt_length + longest] for search in searches])
-    if not call.config.return_dict_in_generate:
+    found = [search.beams for search in searches]
+    longest = max(int(beams.num_output_tokens[:best].max()) for beams in found)
+    sequences = torch.cat([beams.sequences[:best, : prompt_length + longest] for beams in found])
+    num_steps = found[0].num_chosen
+    cache = call.keep(torch.cat([beams.running[:, : prompt_length + num_steps] for beams in found])) if call.kept else {}
+    if not is_dict:
         return sequences
     indices = []
-    for i, search in enumerate(searches):
-        own = search.beam_indices[:best, :longest]
-        indices.append(torch.where(own >= 0, own + i * search.width, own))  # beams are counted over the whole batch
-    only = searches[0]  # scores and logits are kept for one prompt alone
+    for i, beams in enumerate(found):
+        own = beams.beam_indices[:best, :longest]
+        indices.append(torch.where(own >= 0, own + i * searches[i].width, own))  # beams are counted over the whole batch
+    scores = torch.cat([beams.beam_scores[:best] for beams in found]) if call.keeps("output_scores") else None
     return GenerateBeamDecoderOnlyOutput(
         sequences=sequences,  # type: ignore[arg-type]
-        sequences_scores=only.beam_scores[:best] if call.keeps("output_scores") else None,
-        scores=only.all_scores,  # type: ignore[arg-type]
-        logits=only.all_logits,  # type: ignore[arg-type]
+        sequences_scores=scores,
+        scores=joined([search.all_scores for search in searches], num_steps),
+        logits=joined([search.all_logits for search in searches], num_steps),
         beam_indices=torch.cat(indices),  # type: ignore[arg-type]
+        **cache,
     )

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_cb.errors import InvalidArgumentError
+from hf_cb.hf.result_cache import NAME, KeptCache
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.surroundings import Surroundings
 
@@ -51,7 +52,8 @@ class Call:
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
-    attention_mask: torch.Tensor | None  # [B, T], None: all ones
+    attention_mask: torch.Tensor | None  # [B, T], None: all ones; over what a passed cache has as well
+    kept: KeptCache | None = None  # None: nobody will see a cache
     surroundings: Surroundings = field(default_factory=Surroundings)
 
     def keeps(self, name: str) -> bool:
@@ -68,6 +70,20 @@ class Call:
         """What stands where a row has no token."""
         pad = self.config._pad_token_tensor
         return None if pad is None else whole("pad_token_id", pad)
+
+    @property
+    def has_eos(self) -> bool:
+        """Whether plain generate puts pad tokens after a row's end."""
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
+    def keep(self, rows: torch.Tensor) -> dict[str, Any]:
+        """The cache of these finished rows [B, n], as a field of the output; nothing, where plain generate has none."""
+        if self.kept is None:
+            return {}
+        mask = self.attention_mask
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), rows.shape[1] - self.input_ids.shape[1])], dim=1)
+        return {NAME: self.kept.stand_for(rows, mask)}
 
     def stopping(self) -> Stopping:
         """What the criteria come to. Raises GoNativeError where there is no limit."""
@@ -92,14 +108,16 @@ class Call:
         return Stopping(1 if least < 1 else math.ceil(least), frozenset(eos), own)
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """Each row without its left padding. A mask with a hole, or with padding on the right, is plain generate's business."""
+        """Each row, with what a passed cache has of it, without its left padding. A mask with a hole, or with padding on the
+        right, is plain generate's business."""
         if self.input_ids.dim() != 2 or self.input_ids.dtype not in (torch.int64, torch.int32):
             raise GoNativeError(f"input ids that are {self.input_ids.dtype} {list(self.input_ids.shape)}")
-        ids = self.input_ids.tolist()
+        rows = self.input_ids if self.kept is None else self.kept.whole(self.input_ids)
+        ids = rows.tolist()
         if self.attention_mask is None:
             return [tuple(row) for row in ids]
         mask = self.attention_mask
-        if mask.shape != self.input_ids.shape:
+        if mask.shape != rows.shape:
             raise GoNativeError("an attention mask of another shape than the ids")
         kept = mask != 0
         if not torch.equal(kept.to(mask.dtype), mask):

@@ -19,7 +19,6 @@ class Fate(NamedTuple):
 
 _SAME = "changes how plain generate computes, not what: no effect"
 _ROWS = "transformers' own processor or criterion, run row by row with the whole history"
-_ENDS = f"{_ROWS}; several rows without an end-of-sequence id natively"
 _MODE = "a decoding mode of its own"
 _OWN = (
     "called on the engine's thread with what the caller's has set, once per token; "
@@ -46,7 +45,13 @@ FATES: dict[str, Fate] = {
     "negative_prompt_ids": Fate("native", "classifier-free guidance"),
     "negative_prompt_attention_mask": Fate("native", "classifier-free guidance"),
     "custom_generate": Fate("native"),
-    "kwargs": Fate("native", "arguments of the model's forward, such as `inputs_embeds`, `position_ids`, `pixel_values`"),
+    "past_key_values": Fate(
+        "engine",
+        "also as `cache`: that of a result, while nobody has read it, with all ids once more or with the new ones and a mask "
+        "over all; or an empty `DynamicCache`; any other runs natively",
+    ),
+    "position_ids": Fate("engine", "those that the mask gives; any other natively"),
+    "kwargs": Fate("native", "arguments of the model's forward, such as `inputs_embeds`, `token_type_ids`, `pixel_values`"),
     # Length and ends
     "max_new_tokens": Fate("engine"),
     "max_length": Fate("engine"),
@@ -55,8 +60,8 @@ FATES: dict[str, Fate] = {
     "eos_token_id": Fate("engine", "one or several"),
     "pad_token_id": Fate("engine"),
     "bos_token_id": Fate("engine"),
-    "max_time": Fate("engine", _ENDS),
-    "stop_strings": Fate("engine", _ENDS),
+    "max_time": Fate("engine", _ROWS),
+    "stop_strings": Fate("engine", _ROWS),
     "token_healing": Fate("native"),
     # Choosing tokens
     "do_sample": Fate("engine"),
@@ -116,10 +121,8 @@ FATES: dict[str, Fate] = {
         Fate("native", _MODE),
     ),
     # Results
-    "return_dict_in_generate": Fate("engine", "`sequences`, `scores`, `logits`; the cache stays with the engine"),
-    **dict.fromkeys(
-        ("output_scores", "output_logits"), Fate("engine", "several rows that may end apart, or have beams, natively")
-    ),
+    "return_dict_in_generate": Fate("engine", "the cache in it is made when it is first read"),
+    **dict.fromkeys(("output_scores", "output_logits"), Fate("engine", "rows that have ended go on until all have")),
     "output_attentions": Fate("native"),
     "output_hidden_states": Fate("native"),
     # Plain generate's own machinery
@@ -134,13 +137,14 @@ FATES: dict[str, Fate] = {
     "decoder_start_token_id": Fate("engine", "belongs to encoder-decoder models, which run natively"),
     "transformers_version": Fate("engine", "a record"),
 }
-"""Every field of GenerationConfig and every parameter of `generate()`, of all versions of transformers that we know."""
+"""Every field of GenerationConfig, every parameter of `generate()`, and what it takes beside those, of all versions of
+transformers that we know."""
 
 
 def has_no_form_for_submit(option: str) -> bool:
     """Whether a model's generation config that sets this option asks for what only `generate()` serves."""
     fate = FATES.get(option, Fate("native"))
-    return fate.where == "native" or fate.note in (_ROWS, _ENDS, _BEAMS) or option == "min_length"  # which counts the prompt
+    return fate.where == "native" or fate.note in (_ROWS, _BEAMS) or option == "min_length"  # which counts the prompt
 
 
 _OFF_AT = {

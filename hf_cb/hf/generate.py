@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,9 +26,11 @@ from hf_cb.handle import GenerationHandle
 from hf_cb.hf import errand
 from hf_cb.hf.beam_search import BeamSearch
 from hf_cb.hf.beams import beam_output, beam_requests
-from hf_cb.hf.call import Call
+from hf_cb.hf.call import Call, Stopping
+from hf_cb.hf.company import Company, joined
 from hf_cb.hf.fates import FATES, does_something, has_no_form_for_submit
 from hf_cb.hf.native import effective
+from hf_cb.hf.result_cache import NAMES, Origin, kept_cache
 from hf_cb.hf.rules import Ends, GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.sampling import Prompts, split
 from hf_cb.hf.tokenizing import stop_string_criterion
@@ -67,7 +70,13 @@ class _PromptRecorder(BaseStreamer):
 
 
 def generate(
-    engine: Engine, model: Any, original: Callable[..., Any], arguments: dict[str, Any], seed: int | None, service: Service
+    engine: Engine,
+    model: Any,
+    origin: Callable[[], Origin],
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    seed: int | None,
+    service: Service,
 ) -> Any:
     """Run one call through the engine. Raises GoNativeError if the merged options turn out to need plain generate."""
     streamer: BaseStreamer | None = arguments.get("streamer")
@@ -83,7 +92,13 @@ def generate(
     ) -> Any:
         if streamer is not None and generation_config.get_generation_mode() in _BEAMS:
             raise GoNativeError("a streamer beside beams")  # plain generate has an error for it
-        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs.get("attention_mask"))
+        mask = model_kwargs.get("attention_mask")
+        positions = None if arguments.get("position_ids") is None else model_kwargs["position_ids"]
+        is_callers = any(arguments.get(name) is not None for name in NAMES)
+        kept = kept_cache(input_ids, mask, positions, generation_config, model_kwargs, is_callers, origin)
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, mask, kept)
+        if positions is not None:
+            _check_positions(model, call, positions)
         deadline = service.deadline()
         requests = [replace(request, service=service, deadline=deadline) for request in _requests(engine, call, seed)]
         return _run(engine, call, requests, streamer, recorder.prompt if recorder else None)
@@ -105,6 +120,17 @@ def with_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         changed["generation_config"] = copy.copy(config)
         changed["generation_config"].stop_strings = None
     return changed
+
+
+def _check_positions(model: Any, call: Call, positions: torch.Tensor) -> None:
+    """Raise GoNativeError for positions other than those that the mask gives."""
+    prepare = getattr(model, "_prepare_position_ids_for_generation", None)  # what versions and models give by themselves
+    want = None if prepare is None else prepare(call.input_ids, {"attention_mask": call.attention_mask})
+    if want is not None and positions.shape == call.input_ids.shape and want.shape[1:] == positions.shape[1:]:
+        same = positions == want
+        if bool((same if call.attention_mask is None else same | (call.attention_mask == 0)).all()):
+            return
+    raise GoNativeError("position_ids other than the mask gives")
 
 
 def _requests(engine: Engine, call: Call, seed: int | None) -> list[Request]:
@@ -146,6 +172,9 @@ def _row_requests(call: Call, seed: int, vocab_size: int) -> list[Request]:
     eos, length = stopping.eos_token_ids, call.input_ids.shape[1]
     padding = tuple(length - len(prompt) for prompt in prompts)
     own, params = split(call.processors, bool(call.config.do_sample), Prompts(length, padding, eos))
+    company = _company(call, stopping)
+    if company is not None:  # then the rules alone say what comes, and when a row ends
+        own, params, eos = list(call.processors), SamplingParams(do_sample=bool(call.config.do_sample)), frozenset()
     requests: list[Request] = []
     samples, ends = call.rows_per_prompt, Ends(stopping.max_new_tokens, eos, vocab_size)
     for i, prompt in enumerate(prompts):
@@ -156,32 +185,45 @@ def _row_requests(call: Call, seed: int, vocab_size: int) -> list[Request]:
                 stopping.max_new_tokens,
                 eos,
                 replace(params, seed=check_seed(seed + i)),
-                rules=_rules(call, i, own, stopping.criteria, ends),
-                fork_of=requests[first].request_id if first < i else None,
+                rules=_rules(call, i, own, stopping.criteria, ends, company),
+                fork_of=requests[first].request_id if first < i and prompt == prompts[first] else None,
             )
         )
     return requests
 
 
-def _rules(call: Call, row: int, own: list[Any], criteria: list[Any], ends: Ends) -> OwnRules | None:
+def _company(call: Call, stopping: Stopping) -> Company | None:
+    """What the rows share if it shows in the result how long each goes on after its end."""
+    num_rows, pad = len(call.input_ids), call.pad_token
+    shows = call.keeps("output_scores") or call.keeps("output_logits") if call.has_eos else bool(stopping.criteria)
+    if num_rows == 1 or not shows:
+        return None
+    if not call.has_eos:
+        return Company(num_rows, None)
+    if pad is None:
+        raise GoNativeError("several rows with an end and without a pad token")  # plain generate has an error for it
+    return Company(num_rows, pad)
+
+
+def _rules(call: Call, row: int, own: list[Any], criteria: list[Any], ends: Ends, company: Company | None) -> OwnRules | None:
     """What the engine has no field for, for one row of the call: the first of its processors, criteria. None: nothing."""
     keep_scores, keep_logits = call.keeps("output_scores"), call.keeps("output_logits")
     if not (own or criteria or keep_scores or keep_logits):
         return None
-    num_rows, has_eos = len(call.input_ids), bool(ends.eos_token_ids)
-    if num_rows > 1 and has_eos and (keep_scores or keep_logits):
-        raise GoNativeError("scores of several rows that may end apart: plain generate goes on computing those that ended")
+    num_rows = len(call.input_ids)
     part = Part(slice(row, row + 1), row // call.rows_per_prompt)
     rest = call.processors[len(own) :] if own else []
+    own_criteria = criteria_of_row(criteria, num_rows)
     return OwnRules(
         call.input_ids[row : row + 1],
         ends,
         call.surroundings,
         processors_of(own, part, is_whole=num_rows == 1),
         processors_of(rest, part, is_whole=num_rows == 1),
-        criteria_of_row(criteria, num_rows, has_eos),
+        own_criteria if company is None else call.criteria,
         keep_scores,
         keep_logits,
+        company,
     )
 
 
@@ -195,7 +237,7 @@ def _run(
             own_errand.hold(handles)
         if streamer is not None:
             streamer.put(prompt)
-            _stream(handles, pad_token, streamer)
+            _stream(handles, pad_token, streamer, _company_of(requests))
         rows = [handle.result().tokens for handle in handles]
     except BaseException as error:
         for handle in handles:
@@ -217,24 +259,26 @@ def _output(call: Call, requests: list[Request], rows: list[tuple[int, ...]], pa
     searches = [request.search for request in requests if isinstance(request.search, BeamSearch)]
     if searches:
         return beam_output(call, searches)
-    new = torch.full((len(rows), max(map(len, rows))), pad_token, dtype=torch.int64, device="cpu")
+    kept = [request.rules for request in requests if isinstance(request.rules, OwnRules)]
+    num_steps = max(map(len, rows)) if (company := _company_of(requests)) is None else company.num_steps
+    new = torch.full((len(rows), num_steps), pad_token, dtype=torch.int64, device="cpu")
     for i, row in enumerate(rows):
-        new[i, : len(row)] = torch.tensor(row, dtype=torch.int64, device="cpu")
+        new[i, : len(row)] = torch.tensor(row[:num_steps], dtype=torch.int64, device="cpu")
     sequences: Any = torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
+    cache = call.keep(sequences)
     if not call.config.return_dict_in_generate:
         return sequences
-    kept = [request.rules for request in requests if isinstance(request.rules, OwnRules)]
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=_steps([rules.scores for rules in kept]),  # type: ignore[arg-type]
-        logits=_steps([rules.logits for rules in kept]),  # type: ignore[arg-type]
+        scores=joined([rules.scores for rules in kept], num_steps),
+        logits=joined([rules.logits for rules in kept], num_steps),
+        **cache,
     )
 
 
-def _steps(rows: list[tuple[torch.Tensor, ...] | None]) -> tuple[torch.Tensor, ...] | None:
-    """Per step [B, vocab], from per row and step [1, vocab]; all rows took as many steps."""
-    kept = [row for row in rows if row is not None]
-    return tuple(torch.cat(step) for step in zip(*kept, strict=True)) if kept else None
+def _company_of(requests: list[Request]) -> Company | None:
+    rules = requests[0].rules
+    return rules.company if isinstance(rules, OwnRules) else None
 
 
 def _own_error(requests: list[Request]) -> BaseException | None:
@@ -244,12 +288,13 @@ def _own_error(requests: list[Request]) -> BaseException | None:
     return next((error for error in errors if error is not None), None)
 
 
-def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStreamer) -> None:
+def _stream(handles: list[GenerationHandle], pad_token: int, streamer: BaseStreamer, company: Company | None) -> None:
     """As plain generate does: one `put` per step with a token for every row, pad for those that have ended."""
     iterators = [iter(handle) for handle in handles]
-    while True:
+    for step in itertools.count(1):
         tokens = [next(iterator, None) for iterator in iterators]
-        if all(token is None for token in tokens):
+        is_beyond = company is not None and company.is_over and step > company.num_steps
+        if is_beyond or all(token is None for token in tokens):
             break
         streamer.put(torch.tensor([pad_token if token is None else token for token in tokens], dtype=torch.int64, device="cpu"))
     streamer.end()

@@ -41,7 +41,14 @@ _SWITCHED: Parts = {
     "_experts_implementation_internal": {},
 }  # by plain generate, as it runs
 # Of the model itself: what plain generate reads and writes, which calls look at by themselves.
-_SEEN_ELSEWHERE = (*vars(GenerationMixin), "generation_config", "warnings_issued", "_cache", "_compiled_call")
+_SEEN_ELSEWHERE = (
+    *vars(GenerationMixin),
+    "generation_config",
+    "warnings_issued",
+    "_cache",
+    "_compiled_call",
+    "_previous_max_cache_length",
+)
 OF_GENERATE: Parts = {name: {} for name in _SEEN_ELSEWHERE}
 
 

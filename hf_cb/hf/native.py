@@ -14,10 +14,10 @@ from transformers.generation.utils import GenerationMixin
 from hf_cb.hf.dispatched import device_of
 from hf_cb.hf.modes import mode_of_caller
 from hf_cb.hf.own_code import is_transformers
+from hf_cb.hf.result_cache import NAMES, contents_of, is_blank
 from hf_cb.hf.surroundings import needs_callers_thread
-from hf_cb.hf.twin import all_modules
+from hf_cb.hf.twin import in_training
 
-_Dropout: Any = torch.nn.modules.dropout._DropoutNd
 _CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
 # Arguments of generate() that are not fields of the config, and that the engine understands or transformers' preamble handles.
 _KNOWN_ARGUMENTS = frozenset(
@@ -32,6 +32,7 @@ _KNOWN_ARGUMENTS = frozenset(
         "streamer",
         "tokenizer",
         "use_cache",
+        "position_ids",
     }
 )
 
@@ -52,10 +53,8 @@ _found_good: set[tuple[Any, ...]] = set()  # all functions of transformers' clas
 
 def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
     """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble."""
-    if model.training:
-        return "the model is in training mode"
-    if any(module.training and isinstance(module, _Dropout) and module.p for module in all_modules(model)):
-        return "a dropout layer is in training mode"
+    if (reason := in_training(model)) is not None:
+        return reason
     device = model.device
     if device.type == "meta":  # all weights are offloaded
         device = device_of(model.get_input_embeddings())
@@ -69,6 +68,8 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         if name in _KNOWN_ARGUMENTS or name in _CONFIG_FIELDS or value is None:
             continue
         if name == "synced_gpus" and not value:
+            continue
+        if name in NAMES and (contents_of(value) is not None or is_blank(value)):
             continue
         return f"argument {name}"
     for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):

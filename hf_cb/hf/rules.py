@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
+from hf_cb.hf.company import Company
 from hf_cb.hf.surroundings import Surroundings
 
 
@@ -58,11 +59,15 @@ class OwnRules:
         criteria: StoppingCriteriaList,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        company: Company | None = None,
     ) -> None:
-        """`row`: [1, n] ids, its padding included. `rest`: of the processors, for which the request has fields."""
+        """`row`: [1, n] ids, its padding included. `rest`: of the processors, for which the request has fields. `company`: the
+        rows that end together; then `criteria` are all there are."""
+        self.company = company
         self._ends = ends
-        self._length = row.shape[1]
+        self._num_prompt = self._length = row.shape[1]
         self._longest = self._length + ends.max_new_tokens
+        self._has_ended = False
         self._ids = row
         self._make_room(min(ends.max_new_tokens, _ROOM))
         self._surroundings = surroundings
@@ -71,11 +76,18 @@ class OwnRules:
         self._criteria = criteria
         self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None  # [1, vocab] each
         self.logits: tuple[torch.Tensor, ...] | None = () if keep_logits else None
+        self._beyond: torch.Tensor | None = None  # the scores of a step after the row's end
         self.error: BaseException | None = None  # the caller's own, with its traceback
 
     def process(self, logits: Any) -> Any:
         """Scores [1, vocab] for the next token."""
-        return self._own(self._process, logits)
+        scores = self._own(self._process, logits)
+        if not self._has_ended or self.company is None or self.company.pad_token is None:
+            return scores
+        self._beyond = scores  # what the result shows; the token is chosen by others
+        padding = torch.full_like(logits, -torch.inf)
+        padding[:, self.company.pad_token] = 0.0
+        return padding
 
     def accept(self, token: int, scores: Any) -> bool:
         """Append the token and ask the criteria."""
@@ -86,8 +98,8 @@ class OwnRules:
         is_stopped = self._own(self._accept, scores) if self._criteria or self.scores is not None else False
         is_last = is_stopped or token in self._ends.eos_token_ids or self._length == self._longest
         if token >= self._ends.vocab_size and not is_last:
-            self.error = no_such_token(token, self._ends.vocab_size)
-            raise self.error
+            self._fail(error := no_such_token(token, self._ends.vocab_size))
+            raise error
         return is_stopped
 
     def _make_room(self, tokens: int) -> None:
@@ -98,7 +110,7 @@ class OwnRules:
         try:
             return self._surroundings.run(function, tensor)
         except BaseException as error:  # SystemExit too is this caller's affair, not the engine's
-            self.error = error
+            self._fail(error)
             raise
 
     def _process(self, logits: torch.Tensor) -> torch.Tensor:
@@ -116,8 +128,22 @@ class OwnRules:
 
     def _accept(self, scores: torch.Tensor) -> bool:
         if self.scores is not None:
-            self.scores += (scores.to(self._ids.device, copy=True),)
-        return bool(self._criteria and self._criteria(self._history(), self.scores).all())
+            kept = scores if self._beyond is None else self._beyond
+            self.scores += (kept.to(self._ids.device, copy=True),)
+        is_met = bool(self._criteria and self._criteria(self._history(), self.scores).all())
+        return is_met if self.company is None else self._ends_all(self.company, is_met)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        if self.company is not None:
+            self.company.abandon()
+
+    def _ends_all(self, company: Company, is_met: bool) -> bool:
+        num_steps = self._length - self._num_prompt
+        if is_met and not self._has_ended:
+            self._has_ended = True
+            company.end(num_steps)
+        return company.is_over and num_steps >= company.num_steps
 
     def _history(self) -> Any:
         """Prompt and output so far, [1, n]."""
@@ -151,12 +177,10 @@ def processors_of(processors: Iterable[Any], part: Part, is_whole: bool) -> Logi
     return found
 
 
-def criteria_of_row(criteria: Iterable[Any], num_rows: int, has_eos: bool) -> StoppingCriteriaList:
+def criteria_of_row(criteria: Iterable[Any], num_rows: int) -> StoppingCriteriaList:
     """The criteria as they are for one row of a call. Raises GoNativeError where rows would not be as if alone."""
     found = StoppingCriteriaList(criteria)
     if num_rows > 1 and found:
-        if not has_eos:  # then plain generate goes on with rows that have stopped, until all have
-            raise GoNativeError("stopping criteria for several rows without an end-of-sequence token")
         for criterion in found:
             if type(criterion) not in (MaxTimeCriteria, StopStringCriteria):
                 raise GoNativeError(f"stopping criterion {type(criterion).__name__} for several rows: it may look across them")

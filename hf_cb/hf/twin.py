@@ -90,6 +90,18 @@ def read_all(model: nn.Module) -> Reading:
     return reading
 
 
+_Dropout: Any = nn.modules.dropout._DropoutNd
+
+
+def in_training(model: nn.Module) -> str | None:
+    """What of the model is in training mode, so that its forward may draw; None: nothing."""
+    if model.training:
+        return "the model is in training mode"
+    if any(module.training and isinstance(module, _Dropout) and module.p for module in all_modules(model)):
+        return "a dropout layer is in training mode"
+    return None
+
+
 def shared_tensors(model: nn.Module) -> list[torch.Tensor]:
     """The parameters and buffers that a model and its twin have in common."""
     own = {id(buffer) for module in _modules_that_write_buffers(model) for buffer in module.buffers(recurse=False)}

@@ -26,6 +26,25 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_parts(part)
 
 
+class Marks:
+    """What tells that one of some tensors was written to, or is another, in the ways that cost nothing to see."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        self.uncounted = [i for i, tensor in enumerate(self.tensors) if tensor.is_inference()]
+        self._plain = all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in self.tensors)
+
+    def all(self) -> tuple[object, ...]:
+        """Of all tensors as they are now. Those without a counter are read, every byte."""
+        found = self.quick()
+        marks = [*map(state_of, self.tensors)] if found is None else found.tolist()
+        return (*map(tuple, marks), *checksums([self.tensors[i] for i in self.uncounted]))
+
+    def quick(self) -> torch.Tensor | None:
+        """The same; None: there is nothing that would be faster than looking at them one by one."""
+        return torch.ops.hf_cb.marks(self.tensors) if is_loaded() and self._plain else None
+
+
 class WeightWatch:
     """Sees a write in three ways, since none sees all of them.
 
@@ -38,28 +57,27 @@ class WeightWatch:
 
     def __init__(self, tensors: Iterable[torch.Tensor], notes: Sequence[Sequence[str]] = ()) -> None:
         """`notes`: lists that change with some of the tensors."""
-        self._tensors = tuple(tensors)
-        self._plain = all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in self._tensors)
+        self._look = Marks(tensors)
+        self._tensors = self._look.tensors
         self._notes = notes
         self._noted = [*map(tuple, notes)]
         self._states = [state_of(tensor) for tensor in self._tensors]
         self._windows = [_window(tensor) for tensor in self._tensors]
         self._samples = [_bytes(window) for window in self._windows]
-        self._uncounted = [i for i, tensor in enumerate(self._tensors) if tensor.is_inference()]
         self._sums = self._sum()
-        self._marks = self._look()
+        self._marks = self._look.quick()
 
     def changed(self, samples: bool = True) -> list[torch.Tensor]:
         """Those that have changed since the last look, by their numbers too if `samples`, or if a note has changed."""
         noted = [*map(tuple, self._notes)]
         if noted != self._noted:
             self._noted, samples = noted, True
-        marks = self._look()
+        marks = self._look.quick()
         if not samples and marks is not None and self._marks is not None and torch.equal(marks, self._marks):
             return []
         self._marks = marks
         sums = self._sum() if samples else self._sums
-        rewritten = {i for i, now, before in zip(self._uncounted, sums, self._sums, strict=True) if now != before}
+        rewritten = {i for i, now, before in zip(self._look.uncounted, sums, self._sums, strict=True) if now != before}
         self._sums = sums
         changed = []
         for i, tensor in enumerate(self._tensors):
@@ -74,11 +92,7 @@ class WeightWatch:
         return changed
 
     def _sum(self) -> list[int]:
-        return checksums([self._tensors[i] for i in self._uncounted])
-
-    def _look(self) -> torch.Tensor | None:
-        """All states as one tensor; None: there is nothing that would be faster at it."""
-        return torch.ops.hf_cb.marks(self._tensors) if is_loaded() and self._plain else None
+        return checksums([self._tensors[i] for i in self._look.uncounted])
 
 
 def state_of(tensor: torch.Tensor) -> tuple[int, int]:

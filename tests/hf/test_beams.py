@@ -69,15 +69,21 @@ def test_sequences(duo: seam.Duo, name: str, rows: int) -> None:
     duo.same(**batch, max_new_tokens=NEW, seed=1, **call)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", SEARCHES)
-def test_scores_logits_and_indices(duo: seam.Duo, name: str) -> None:
+def test_scores_logits_and_indices(duo: seam.Duo, name: str, rows: int) -> None:
+    """Of several prompts, too, which go on until the last search has ended."""
     kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     call = {**SEARCHES[name], **kept, "max_new_tokens": NEW}
-    prompt = seam.prompts(7)[0][None]
+    if call.get("do_sample") and rows > 1:  # each prompt has draws of its own
+        call |= {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    batch = seam.left_padded(seam.prompts(7, 12, 4)[:rows])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        want = duo.plain.generate(prompt, **call)
-    got = duo.served.generate(prompt, seed=3, **call)
+        want = duo.plain.generate(**batch, **call)
+    with duo.native_calls() as reasons:
+        got = duo.served.generate(**batch, seed=3, **call)
+    assert not reasons
     assert type(got) is type(want)
     assert torch.equal(got.sequences, want.sequences)
     assert torch.equal(got.beam_indices, want.beam_indices)
@@ -172,6 +178,8 @@ def test_several_prompts_of_which_one_finds_no_way_on(duo: seam.Duo) -> None:
     batch = seam.left_padded(seam.prompts(5, 5))
     call = {"num_beams": 4, "num_return_sequences": 3, "eos_token_id": 5, "pad_token_id": 4, "early_stopping": True}
     duo.same(**batch, **call, max_new_tokens=6, prefix_allowed_tokens_fn=lambda i, _: [[5], [20, 21]][i], native="no way on")
+    kept = {"return_dict_in_generate": True, "output_scores": True}
+    duo.same(**batch, **call, **kept, max_new_tokens=6, prefix_allowed_tokens_fn=lambda i, _: [[5], [20, 21]][i])
 
 
 def test_a_default_dtype(duo: seam.Duo) -> None:

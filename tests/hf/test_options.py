@@ -216,6 +216,47 @@ def test_scores_and_logits(duo: seam.Duo, kept: tuple[str, ...], options: dict[s
                 assert not any(v.is_inference() for v in values)
 
 
+APART: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalty": {"repetition_penalty": 1.4, "min_new_tokens": 4},
+    "sampling": {**SAMPLE, "top_k": 20, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("engine", [{}, {"max_batch_size": 3}, {"max_batch_tokens": 8}], ids=str)
+def test_scores_of_rows_that_end_apart(duo: seam.Duo, engine: dict[str, Any]) -> None:
+    """Eight rows, at different paces, go on with pad tokens until the last has ended, and no further."""
+    rows = seam.left_padded(seam.prompts(6, 9, 3, 4, 12, 5, 7, 2))
+    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    ends = {"eos_token_id": list(range(20, 45)), "pad_token_id": 0, "max_new_tokens": 14}
+    with seam.duo(options=engine) as made:
+        for options in APART.values():
+            streamer = seam.Recorder()
+            with made.native_calls() as reasons:
+                got = made.served.generate(**rows, **kept, **ends, **options, seed=4, streamer=streamer)
+            assert not reasons
+            if "do_sample" not in options:
+                recorder = seam.Recorder()
+                want = duo.plain.generate(**rows, **kept, **ends, **options, streamer=recorder)
+                assert torch.equal(got.sequences, want.sequences)
+                assert streamer.events == recorder.events
+                for name in ("scores", "logits"):
+                    ours, theirs = torch.stack(getattr(got, name)), torch.stack(getattr(want, name))
+                    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+                continue
+            assert len(got.scores) == got.sequences.shape[1] - 12
+            for i in range(8):
+                alone = {name: value[i : i + 1] for name, value in rows.items()}
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(4 + i)
+                    want = duo.plain.generate(**alone, **kept, **ends, **options)
+                length = want.sequences.shape[1]
+                assert torch.equal(got.sequences[i, :length], want.sequences[0])
+                assert not got.sequences[i, length:].any()
+                for ours, theirs in zip(got.scores, want.scores, strict=False):
+                    torch.testing.assert_close(ours[i], theirs[0], atol=1e-4, rtol=1e-4)
+
+
 def test_transition_scores(duo: seam.Duo) -> None:
     call = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True, "repetition_penalty": 1.5}
     want, got = (model.generate(PROMPTS[5], **call) for model in (duo.plain, duo.served))

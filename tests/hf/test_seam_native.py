@@ -45,14 +45,11 @@ def backwards(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tenso
 
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "scores of beams": ("scores of several prompts", {"num_beams": 3, "output_scores": True, "return_dict_in_generate": True}),
     "beams and a criterion": ("criteria for several prompts", {"num_beams": 3, "max_time": 1000.0}),
     "beams and a processor": (
         "Forbid for several rows",
         {"num_beams": 3, "logits_processor": LogitsProcessorList([Forbid()])},
     ),
-    "scores": ("scores of several rows", {"output_scores": True, "return_dict_in_generate": True, "eos_token_id": 7}),
-    "logits": ("scores of several rows", {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": 7}),
     "hidden states": ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
     "guidance": ("UnbatchedClassifierFreeGuidance", {"guidance_scale": 1.5}),
     "processor": ("Forbid for several rows", {"logits_processor": LogitsProcessorList([Forbid()])}),
@@ -61,10 +58,9 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"stopping_criteria": StoppingCriteriaList([StopAtMultiple()]), "eos_token_id": 7, "pad_token_id": 0},
     ),
     "criterion without an end": (
-        "without an end-of-sequence token",
+        "StopAtMultiple for several rows",
         {"stopping_criteria": StoppingCriteriaList([StopAtMultiple()]), "pad_token_id": 0},
     ),
-    "time": ("without an end-of-sequence token", {"max_time": 1000.0}),
     "own decoding": ("custom_generate", {"custom_generate": backwards}),
     "prompt lookup": ("assisted_generation", {"prompt_lookup_num_tokens": 2}),
 }
@@ -189,7 +185,7 @@ def test_each_call_is_counted_under_its_reason() -> None:
     [
         ("generation mode assisted_generation", {"prompt_lookup_num_tokens": 2}),
         ("UnbatchedClassifierFreeGuidanceLogitsProcessor", {"guidance_scale": 1.5}),
-        ("argument position_ids", {"position_ids": torch.arange(6)[None]}),
+        ("position_ids other than", {"position_ids": torch.arange(1, 7)[None]}),
         ("option output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import models
 import pytest
@@ -149,6 +150,30 @@ def test_rows_of_a_batch_end_apart(duo: seam.Duo) -> None:
     ends = list(range(3, models.VOCAB, 9))
     got = duo.same(**batch, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=seam.PAD)[:, 9:]
     assert len({int((row == seam.PAD).sum()) for row in got}) > 1
+
+
+@pytest.mark.parametrize("ends", [{}, {"eos_token_id": list(range(20, 30)), "pad_token_id": seam.PAD}], ids=["no end", "ends"])
+def test_stop_strings_of_several_rows(duo: seam.Duo, ends: dict[str, Any]) -> None:
+    """Without an end, rows that have stopped go on with whatever the model says, until all have."""
+    batch = seam.left_padded(seam.prompts(5, 9, 2, 7))
+    strings = [f"w{i}" for i in range(3, models.VOCAB, 7)]
+    call = {**batch, **ends, "tokenizer": seam.word_tokenizer(), "stop_strings": strings, "max_new_tokens": 3 * NEW}
+    assert duo.same(**call).shape[1] < 9 + 3 * NEW
+    duo.same(**batch, **ends, max_new_tokens=NEW, max_time=1000.0)
+
+
+def test_a_row_that_fails_ends_those_that_would_go_on_for_it(duo: seam.Duo) -> None:
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        if row == 1 and len(ids) > 12:
+            raise KeyError("row 1")
+        return [20] if row == 0 else list(range(3, 19))
+
+    batch, kept = seam.left_padded(seam.prompts(5, 9)), {"return_dict_in_generate": True, "output_scores": True}
+    before = duo.engine.stats().output_tokens
+    call = {"eos_token_id": 20, "pad_token_id": seam.PAD, "max_new_tokens": 400, "prefix_allowed_tokens_fn": allowed}
+    with pytest.raises(KeyError, match="row 1"):
+        duo.served.generate(**batch, **kept, **call)
+    assert duo.engine.stats().output_tokens - before < 40
 
 
 def test_without_a_pad_id_rows_are_padded_with_the_first_end() -> None:
