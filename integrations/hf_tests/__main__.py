@@ -33,7 +33,8 @@ GENERATION = (
     "pipelines/test_pipelines_text_generation.py",
 )
 MARKS = "not torch_compile_test and not torch_export_test and not all_flash_attn_test"  # minutes each; or for GPUs
-ROW = "{:<58}{:>6}{:>8}{:>11}{:>8}{:>8}  {}"
+CALLS = ("served", "native", "trimmed")
+ROW = "{:<50}{:>6}{:>7}{:>11}{:>8}{:>8}{:>9}  {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +50,14 @@ class Suite:
 class Totals:
     """What the last lines are about."""
 
-    served: int = 0
-    native: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     expected: list[tuple[str, str, str]] = field(default_factory=list)  # test, what differs, why it may
     wrong: list[tuple[str, str]] = field(default_factory=list)
 
     def take(self, plain: Run, installed: Run) -> str:
         """Add a file's two runs, and say how they differ."""
-        self.served += installed.served
-        self.native += installed.native
+        self.calls.update(installed.calls)
         self.reasons.update(installed.reasons)
         wrong = expected = 0
         for test, said in found(plain, installed):
@@ -69,7 +68,7 @@ class Totals:
                 wrong += 1
                 self.wrong.append((test, said))
         parts = [f"{wrong} differ" if wrong else "", f"{expected} differ, as expected" if expected else ""]
-        return ", ".join(filter(None, parts)) or ("nothing" if installed.served else "nothing, but nothing was served")
+        return ", ".join(filter(None, parts)) or ("nothing" if installed.calls["served"] else "nothing, but nothing was served")
 
 
 def suites(args: argparse.Namespace) -> Iterator[Suite]:
@@ -115,7 +114,11 @@ def run_both(suite: Suite, file: str) -> tuple[Run, Run]:
 
 
 def show(totals: Totals) -> None:
-    print(f"\n{totals.served} calls were served, each repeated plainly and compared; {totals.native} ran natively, because")
+    calls = totals.calls
+    print(
+        f"\n{calls['served']} calls were served, each repeated plainly and compared; {calls['native']} ran natively, of which"
+    )
+    print(f"{calls['trimmed']} were made again without the options that the engine doesn't serve, and compared. Reasons:")
     for why, count in totals.reasons.most_common():
         print(f"{count:>6}  {why}")
     for test, said, why in totals.expected:
@@ -151,13 +154,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.transformers is None and args.peft is None:
         parser.error("takes --transformers FOLDER or --peft FOLDER (make hf-tests HF_TESTS=FOLDER PEFT_TESTS=FOLDER)")
     totals = Totals()
-    print(ROW.format("file", "tests", "plain", "installed", "served", "native", "what differs"), flush=True)
+    print(ROW.format("file", "tests", "plain", "installed", *CALLS, "what differs"), flush=True)
     for suite in suites(args):
         for file in suite.files:
             plain, installed = run_both(suite, file)
             differs = totals.take(plain, installed)
-            counts = len(plain.outcomes), plain.passed, installed.passed, installed.served, installed.native
-            print(ROW.format(file.removeprefix("models/"), *counts, differs), flush=True)
+            counts = len(plain.outcomes), plain.passed, installed.passed
+            calls = (installed.calls[kind] for kind in CALLS)
+            print(ROW.format(file.removeprefix("models/"), *counts, *calls, differs), flush=True)
     show(totals)
     return 1 if totals.wrong else 0
 

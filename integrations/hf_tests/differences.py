@@ -21,13 +21,17 @@ def differences(got: Any, want: Any, values: bool = True) -> list[str]:
     parts, others = _flat("", got), _flat("", want)
     if not values:
         parts, others = (dict.fromkeys(name for name in p if "." not in name[1:]) for p in (parts, others))
-    found = [f"{name[1:]} is missing" for name in others if name not in parts]
-    found += [f"{name[1:]} is too much" for name in parts if name not in others]
+    found = [f"{name} is missing" for name in _more(others, parts)] + [f"{name} is too much" for name in _more(parts, others)]
     return found + [
         f"{name[1:] or 'tokens'}: {said}"
         for name in parts
         if name in others and (said := _difference(parts[name], others[name])) is not None
     ]
+
+
+def _more(parts: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    """What only the first has, without what is in it."""
+    return [name[1:] for name in parts if name not in others and name.rpartition(".")[0] in others]
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

@@ -14,8 +14,7 @@ class Run:
     """One process of pytest. `trouble`: why it can't be trusted as a whole."""
 
     outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)  # a test's outcome, and what was said of it
-    served: int = 0
-    native: int = 0
+    calls: Counter[str] = field(default_factory=Counter)  # served, native, trimmed
     reasons: Counter[str] = field(default_factory=Counter)  # of native calls
     differs: list[tuple[str, str]] = field(default_factory=list)  # a test, and how its calls were answered otherwise
     trouble: str | None = None
@@ -39,11 +38,10 @@ class Run:
             self.outcomes[test] = entry["outcome"], entry["said"]
         elif "native_calls" in entry:
             self.reasons.update(entry["native_calls"])
-        elif "wrong" in entry:
-            self.differs.append((test, entry["wrong"]))
+        elif "refused" in entry:
+            self.reasons[entry["refused"]] += 1
         elif "call" in entry:
-            self.native += entry["call"] == "native"
-            self.served += entry["call"] == "served"
+            self.calls[entry["call"]] += 1
             self.differs += [(test, f"a call's {said}") for said in entry.get("differs", ())]
 
 

@@ -4,7 +4,8 @@
 
 Both runs, plain (without --hf-cb-install) and installed, write a line of JSON to FILE for each test's outcome; the installed
 one for each call too. Of the files that test models, both run the tests of transformers' generation mixin alone, with masks
-that pad on the left: the mixin's own pad on the right, as no caller does, and such calls run natively.
+that pad on the left: the mixin's own pad on the right, as no caller does, and such calls run natively. A call that ran natively
+for one of NATIVE is made twice more without those, through the engine and plainly; these are counted as trimmed, not as served.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from integrations.hf_tests.differences import differences
 
 OPTIONS = {"block_size": 4, "num_blocks": 512}  # small models, made by the thousand
 SEED = 11
+NATIVE = ("output_attentions", "output_hidden_states", "position_ids", "token_type_ids", "assistant_model", "streamer")
 MIXIN = "tests.generation.test_utils"  # where transformers has it
 
 _record: Record
@@ -61,12 +63,12 @@ class ComparedBackend(ContinuousBatchingBackend):
     def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
         kept = _copied(arguments)
         got, is_native = self._served(arguments, seed, service)
-        if is_native:
-            _record.write(call="native")
-        else:
-            with torch.random.fork_rng(devices=[]):
-                found = self._differences(got, kept, seed, service)
-            _record.write(call="served", model=type(self.model).__name__, differs=found)
+        with torch.random.fork_rng(devices=[]):
+            if is_native:
+                _record.write(call="native")
+                self._try_trimmed(got, kept, seed, service)
+            else:
+                _record.write(call="served", differs=self._differences(got, kept, seed, service))
         if isinstance(got, Exception):
             raise got
         return got
@@ -80,6 +82,14 @@ class ComparedBackend(ContinuousBatchingBackend):
         _own.was_native = False
         got = _outcome(lambda: super(ComparedBackend, self).generate(arguments, seed, service))
         return got, _own.was_native
+
+    def _try_trimmed(self, got: Any, kept: dict[str, Any], seed: int | None, service: Service) -> None:
+        trimmed = {name: value for name, value in kept.items() if name not in NATIVE}
+        if isinstance(got, Exception) or len(trimmed) == len(kept) or self.why_not(trimmed) is not None:
+            return
+        got, is_native = self._served(_copied(trimmed), seed, service)
+        if not is_native:
+            _record.write(call="trimmed", differs=self._differences(got, trimmed, seed, service))
 
     def _differences(self, got: Any, kept: dict[str, Any], seed: int | None, service: Service) -> list[str]:
         """A call that samples without a seed is compared by its types and keys, and made again with one if it is one row's."""
