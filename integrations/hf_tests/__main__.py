@@ -33,6 +33,8 @@ GENERATION = (
     "pipelines/test_pipelines_text_generation.py",
 )
 MARKS = "not torch_compile_test and not torch_export_test and not all_flash_attn_test"  # minutes each; or for GPUs
+# Nothing is written, and no plugin is needed that the checkout's settings ask for, as PEFT's do for coverage.
+ALONE = ("-p", "no:cacheprovider", "-o", "addopts=")
 CALLS = ("served", "native", "trimmed")
 ROW = "{:<50}{:>6}{:>7}{:>11}{:>8}{:>8}{:>9}  {}"
 
@@ -86,7 +88,7 @@ def run(suite: Suite, tests: Sequence[str], installed: bool) -> Run:
     """One process of pytest, in the checkout, in which nothing is written."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record"
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "--rootdir=.", "--timeout=300"]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "--rootdir=.", "--timeout=300", *ALONE]
         command += ["-p", "integrations.hf_tests.plugin", "--hf-cb-record", str(record), *suite.options, *tests]
         environment = {
             "OMP_NUM_THREADS": "1",
