@@ -88,7 +88,7 @@ def run(suite: Suite, tests: Sequence[str], installed: bool) -> Run:
     """One process of pytest, in the checkout, in which nothing is written."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record"
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "--rootdir=.", "--timeout=300", *ALONE]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--rootdir=.", "--timeout=300", *ALONE]
         command += ["-p", "integrations.hf_tests.plugin", "--hf-cb-record", str(record), *suite.options, *tests]
         environment = {
             "OMP_NUM_THREADS": "1",
@@ -100,7 +100,8 @@ def run(suite: Suite, tests: Sequence[str], installed: bool) -> Run:
         done = subprocess.run(command, cwd=suite.root, env=environment, capture_output=True, text=True, check=False)
         outcome = Run.read(record, done.returncode)
     if outcome.trouble is not None:
-        outcome.trouble += ": " + " / ".join((done.stdout + done.stderr).strip().splitlines()[-8:])
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        outcome.trouble += ": " + " / ".join([line for line in lines if line.startswith("E  ")][:3] or lines[-5:])
     return outcome
 
 
