@@ -44,7 +44,7 @@ ENVIRONMENTS: Mapping[str, Environment] = {
         (
             *("torch==2.13.0", "transformers==5.24.*", "accelerate==1.15.*", "peft==0.21.*"),
             *("pytest", "pytest-asyncio", "pytest-env", "pytest-timeout", "pytest-xdist"),
-            *("datasets", "parameterized", "pillow", "psutil", "requests", "scipy", "sentencepiece"),
+            *("datasets", "diffusers", "parameterized", "pillow", "psutil", "requests", "scipy", "sentencepiece"),
         )
     ),
 }
