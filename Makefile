@@ -3,15 +3,17 @@ PYTHON := python3
 VENV := .venv
 MODEL :=
 ARGS :=
+HF_TESTS :=
+PEFT_TESTS :=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat test sanitize bench peers evaluate clean
+.PHONY: help demo chat test hf-tests sanitize bench peers evaluate clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## 32 threads share one model: plain generate() against hf_cb (MODEL=id or folder, ARGS=more options)
 	$(BIN)/python -m demo.quickstart $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -26,6 +28,12 @@ test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
 	$(BIN)/python -m demo.packaged_model
 	$(BIN)/python -m hf_cb.attention.native
 	$(BIN)/python -m pytest $(ARGS)
+
+hf-tests: $(VENV)/.demo ## transformers' own generation tests, plain and with hf_cb, in an environment of its own (1.5 GB; HF_TESTS=a checkout of transformers, PEFT_TESTS=one of PEFT, ARGS=more options)
+	@test -n "$(HF_TESTS)$(PEFT_TESTS)" || { echo "make hf-tests: takes HF_TESTS=a checkout of transformers, PEFT_TESTS=one of PEFT, or both"; exit 2; }
+	$(BIN)/python -m benchmarks.peer_environments hf_tests
+	"$$($(BIN)/python -c 'from benchmarks import peer_environments; print(peer_environments.python("hf_tests"))')" \
+	-m integrations.hf_tests $(if $(HF_TESTS),--transformers "$(HF_TESTS)") $(if $(PEFT_TESTS),--peft "$(PEFT_TESTS)") $(ARGS)
 
 sanitize: $(VENV)/.dev ## the kernels' tests under the address and undefined behaviour sanitizers (g++)
 	CXX="sh -c 'LD_PRELOAD= exec g++ \"\$$@\" -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer' g++" \

@@ -1,4 +1,6 @@
-"""Environments of what can't share this one, peers and lm-eval: a virtual environment for each, in the user's cache.
+"""Environments of what can't share this one: a virtual environment for each, in the user's cache.
+
+Peers, lm-eval, and what transformers' own tests need.
 
 python -m benchmarks.peer_environments vllm openvino
 """
@@ -37,6 +39,14 @@ ENVIRONMENTS: Mapping[str, Environment] = {
     ),
     # With what this project needs: it runs there from its folder.
     "lm_eval": Environment(("torch==2.13.0", "transformers==5.24.*", "accelerate==1.15.*", "tqdm", "lm_eval==0.4.13")),
+    # What transformers' tests import. Those that look for more skip themselves.
+    "hf_tests": Environment(
+        (
+            *("torch==2.13.0", "transformers==5.24.*", "accelerate==1.15.*", "peft==0.21.*"),
+            *("pytest", "pytest-asyncio", "pytest-env", "pytest-timeout", "pytest-xdist"),
+            *("datasets", "diffusers", "parameterized", "pillow", "psutil", "requests", "scipy", "sentencepiece"),
+        )
+    ),
 }
 
 
