@@ -21,6 +21,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hf_cb import continuous
 from hf_cb.hf import native
 from hf_cb.worker import Worker
 
@@ -132,6 +133,10 @@ def devices() -> Iterator[None]:
             run(worker)
 
     backend_registration._setup_privateuseone_for_python_backend(KIND, _Module())  # type: ignore[no-untyped-call]
-    no_modes = mock.patch.object(native, "mode_of_caller", return_value=None)  # ours stands for the machine's devices
-    with mock.patch.object(Worker, "_run", placed_run), no_modes, Devices():
+    with (
+        mock.patch.object(Worker, "_run", placed_run),
+        mock.patch.object(native, "mode_of_caller", return_value=None),  # ours stands for the machine's devices
+        mock.patch.object(continuous, "undisturbed", contextlib.nullcontext),
+        Devices(),
+    ):
         yield

@@ -120,12 +120,9 @@ def test_whoever_waits_for_its_turn_or_for_the_end(llama: PreTrainedModel) -> No
         assert runs.wait(10)
         handle = submit(engine, rows()[7])
         gate.arrival()
-        assert_stopped(
-            [
-                Waiter(lambda: llama.generate(rows()[0].ids, **native)),
-                Waiter(engine.shutdown),
-            ]
-        )
+        behind_it = Waiter(lambda: llama.generate(rows()[0].ids, **native))
+        wait_until(lambda: sum(engine.stats().native_calls.values()) == 2)  # it is on its way to the lock
+        assert_stopped([behind_it, Waiter(engine.shutdown)])
         go.set()
         gate.let(math.inf)
         assert handle.result().tokens == rows()[7].tokens

