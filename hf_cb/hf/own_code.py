@@ -67,10 +67,12 @@ def _links(function: Any) -> Iterator[str]:
         if isinstance(function, functools.partial):
             function = function.func
             continue
-        function = getattr(function, "__func__", function)  # of a method
+        if type(function) in (types.MethodType, staticmethod, classmethod):
+            function = function.__func__
         if isinstance(function, types.BuiltinFunctionType | type | types.ModuleType):
             yield "torch"  # what has no code in Python depends on nothing of Python's
             return
-        code = function if hasattr(function, "__globals__") else type(function).__call__
+        # By its own type: a proxy, as tracers put round a function, has the function's attributes, and says that it is one.
+        code = function if type(function) is types.FunctionType else type(function).__call__
         yield getattr(code, "__globals__", {}).get("__name__") or "?"
         function = getattr(function, "__wrapped__", None)

@@ -524,3 +524,21 @@ def test_what_is_refused() -> None:
     for start, op in refusals():
         with pytest.raises(RuntimeError, match=f"^{start}"):
             op()
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 255, 256, 257, (1 << 20) - 1, (1 << 21) + 5])
+def test_checksums_see_every_byte(size: int) -> None:
+    octets = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    (whole,) = torch.ops.hf_cb.checksums([octets]).tolist()
+    assert torch.ops.hf_cb.checksums([octets[:0], octets.clone()]).tolist() == [0, whole]
+    for place in {0, size // 2, size - 1} if size else ():
+        changed = octets.clone()
+        changed[place] += 1
+        assert torch.ops.hf_cb.checksums([changed]).tolist() != [whole]
+    if size > 512:
+        others = torch.ops.hf_cb.checksums([octets ^ 0x80, octets.roll(256)]).tolist()  # signs alone, places alone
+        assert whole not in others
+    with pytest.raises(RuntimeError, match="contiguous"):
+        torch.ops.hf_cb.checksums([torch.zeros(4, 4).t()])
+    with pytest.raises(RuntimeError, match="on a CPU"):
+        torch.ops.hf_cb.checksums([torch.zeros(4, device="meta")])

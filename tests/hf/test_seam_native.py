@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +12,12 @@ import models
 import pytest
 import seam
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerationMixin
 
 import hf_cb
 
@@ -237,3 +242,160 @@ def test_generation_parameters_in_the_models_config_are_refused() -> None:
             model.config.max_length = 33
             with pytest.raises(ValueError, match="pretrained model configuration"):
                 model.generate(PROMPT, max_new_tokens=2)
+
+
+# -- what generate calls, and what sees it run --------------------------------------------------------------------------------
+
+
+def reversed_sample(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    out = SAMPLE(self, input_ids, *args, **kwargs)
+    return torch.cat([input_ids, out[:, input_ids.shape[1] :].flip(1)], 1)
+
+
+def doubled_positions(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+    inputs = PREPARE(self, input_ids, **kwargs)
+    return {**inputs, "position_ids": inputs["position_ids"] * 2}
+
+
+def negated_logits(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    outputs.logits.mul_(-1)
+    return UPDATE(self, outputs, *args, **kwargs)
+
+
+def loud_generate(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return GENERATE(self, *args, **kwargs) * -1
+
+
+SAMPLE, PREPARE = GenerationMixin._sample, GenerationMixin.prepare_inputs_for_generation
+UPDATE, GENERATE = GenerationMixin._update_model_kwargs_for_generation, GenerationMixin.generate
+METHODS: dict[str, Any] = {
+    "_sample": reversed_sample,
+    "prepare_inputs_for_generation": doubled_positions,
+    "_update_model_kwargs_for_generation": negated_logits,
+    "generate": loud_generate,
+}
+PLACES = ("of the class", "on the class", "on the mixin", "of the model")
+
+
+@pytest.mark.parametrize(("place", "installed_first"), [*((place, True) for place in PLACES), ("on the mixin", False)])
+def test_methods_that_generate_calls(place: str, installed_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever replaces one gets it called, and whoever takes it away again is served again."""
+    model = models.tiny("llama")
+    own = model.__class__ = type("Own", (type(model),), {})  # patched alone
+    plain = functools.partial(generate_of, model, PROMPT, max_new_tokens=NEW)
+    if installed_first:
+        hf_cb.install(model)
+    for name, method in METHODS.items():
+        if place == "of the model" and name in (
+            "generate",
+            "_sample",
+        ):  # generate takes those from the class, or is that itself
+            continue
+        method = functools.wraps(getattr(GenerationMixin, name))(method)  # which makes it look like transformers' own
+        with monkeypatch.context() as patch:
+            before = plain()
+            if place == "of the class":
+                model.__class__ = type("Mine", (own,), {name: method})
+            elif place == "of the model":
+                patch.setitem(vars(model), name, types.MethodType(method, model))
+            else:
+                patch.setattr(own if place == "on the class" else GenerationMixin, name, method, raising=False)
+            if not installed_first:
+                hf_cb.install(model)
+            engine, want = hf_cb.get_engine(model), plain()
+            assert not torch.equal(want, before), name
+            assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), want)
+            reason = f"{name} is not transformers' own"
+            assert engine.stats().native_calls[reason] == 1
+            patch.undo()
+            model.__class__ = own
+            assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), plain())
+            assert engine.stats().native_calls[reason] == 1
+            if not installed_first:
+                hf_cb.uninstall(model)
+    if installed_first:
+        hf_cb.uninstall(model)
+
+
+def generate_of(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return type(model).generate(model, *args, **kwargs)
+
+
+def test_a_processor_that_the_class_adds_is_served() -> None:
+    """The preamble calls what makes processors, and hands them on."""
+
+    class Own(type(models.tiny("llama"))):  # type: ignore[misc]
+        def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+            return LogitsProcessorList([*super()._get_logits_processor(*args, **kwargs), Forbid()])
+
+    model = models.tiny("llama")
+    usual = model.generate(PROMPT, max_new_tokens=NEW)
+    model.__class__ = Own
+    with hf_cb.continuous_batching(model, fallback="error"):
+        want = generate_of(model, PROMPT, max_new_tokens=NEW)
+        assert not torch.equal(want, usual)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), want)
+
+
+def tripled(module: Any, args: Any, output: Any = None) -> Any:
+    """What a small linear layer gives, or is given."""
+    if not isinstance(module, torch.nn.Linear) or module.in_features != 64:
+        return None
+    return (args[0] * 3,) if output is None else output * 3
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+@pytest.mark.parametrize("installed_first", [True, False])
+def test_hooks_for_all_modules(kind: str, installed_first: bool) -> None:
+    model = models.tiny("llama")
+    usual = model.generate(PROMPT, max_new_tokens=NEW)
+    if installed_first:
+        hf_cb.install(model)
+    handle = getattr(torch.nn.modules.module, f"register_module_{kind}")(tripled)
+    try:
+        engine = hf_cb.get_engine(model) if installed_first else hf_cb.install(model)
+        want = generate_of(model, PROMPT, max_new_tokens=NEW)
+        assert not torch.equal(want, usual)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), want)
+        assert ["for all modules" in reason for reason in engine.stats().native_calls] == [True]
+        with pytest.raises(hf_cb.UnsupportedModelError, match="for all modules"):
+            engine.submit(PROMPT, max_new_tokens=NEW)
+    finally:
+        handle.remove()
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), usual)
+    assert engine.submit(PROMPT, max_new_tokens=NEW).result().tokens == tuple(usual[0, 6:].tolist())
+    assert sum(engine.stats().native_calls.values()) == 1
+    hf_cb.uninstall(model)
+
+
+class Doubled(TorchFunctionMode):
+    """Every product of a linear layer, twice."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return out * 2 if function is torch.nn.functional.linear else out
+
+
+class Negated(TorchDispatchMode):
+    """Every square root's opposite."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return -out if function is torch.ops.aten.rsqrt.default else out
+
+
+@pytest.mark.parametrize("mode", [Doubled, Negated])
+def test_modes_of_the_calling_thread(mode: Any) -> None:
+    model = models.tiny("llama")
+    usual = model.generate(PROMPT, max_new_tokens=NEW)
+    with mode():  # the engine's twin is not made under it
+        engine = hf_cb.install(model)
+        want = generate_of(model, PROMPT, max_new_tokens=NEW)
+        assert not torch.equal(want, usual)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), want)
+    assert engine.stats().native_calls == {f"{mode.__name__} is on in the calling thread": 1}
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), usual)
+    with torch.device("cpu"):  # a mode too, that changes nothing where devices are named
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), usual)
+    assert sum(engine.stats().native_calls.values()) == 1
+    hf_cb.uninstall(model)

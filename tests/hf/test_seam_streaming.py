@@ -65,7 +65,7 @@ def test_sampled_row(duo: seam.Duo) -> None:
 
 @pytest.mark.parametrize(
     ("native", "option"),
-    [("Guidance", {"guidance_scale": 1.3}), ("argument position_ids", {"position_ids": torch.arange(6)[None]})],
+    [("Guidance", {"guidance_scale": 1.3}), ("position_ids other than", {"position_ids": torch.arange(1, 7)[None]})],
 )
 def test_a_native_call_puts_the_prompt_once(duo: seam.Duo, native: str, option: dict[str, Any]) -> None:
     prompt = seam.prompts(6)[0][None]

@@ -172,6 +172,16 @@ def test_submit_alone_follows_the_model_too(llama: PreTrainedModel) -> None:
         assert list(engine.submit(PROMPT, max_new_tokens=NEW).result().tokens) == changes(llama, before)[0, 6:].tolist()
 
 
+def test_every_submit_looks_over_the_model_once(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hf_cb.continuous_batching(llama) as engine:
+        looks, look = [], Fingerprint.of
+        monkeypatch.setattr(Fingerprint, "of", lambda *args: (looks.append(args), look(*args))[1])
+        engine.submit(PROMPT, max_new_tokens=1).result()
+        assert len(looks) == 1
+        engine.submit_batch([PROMPT, PROMPT], max_new_tokens=1)[0].result()
+        assert len(looks) == 2
+
+
 def test_a_model_that_can_no_longer_be_served_runs_natively(llama: PreTrainedModel) -> None:
     class Echo(nn.Module):
         """Mixes each token with the one before it, across rows too."""
