@@ -71,9 +71,9 @@ class CBConfig:
     policy: str | Callable[[], Any] = "fcfs"
     """Order of service: "fcfs", "priority", "fair", or a subclass of `hf_cb.core.policy.Policy`."""
 
-    prefix_cache: bool | None = None
-    """Whether a request takes over the keys and values that an earlier one with the same beginning has computed. None: unless a
-    module's forward is code of your own, which may depend on what is outside of the model; True: it does not."""
+    prefix_cache: bool | Literal["always"] = True
+    """Whether a request takes over the keys and values that an earlier one with the same beginning has computed. True: unless a
+    module's forward is code of your own, which may depend on what is outside of the model. "always": yours does not."""
 
     swap_space: int | str = 0
     """Host memory for preempted sequences, in bytes or as "4GiB": they are moved there where that is cheaper than to compute
@@ -118,9 +118,10 @@ class CBConfig:
             raise InvalidArgumentError(f"policy: takes {', '.join(_POLICIES)}, or a class; got {self.policy!r}")
         if not isinstance(self.compile, bool):
             raise InvalidArgumentError(f"compile: takes True or False; got {self.compile!r}")
-        for name in ("prefix_cache", "overlap"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise InvalidArgumentError(f"{name}: takes True, False or None; got {getattr(self, name)!r}")
+        if self.prefix_cache not in ("always",) and not isinstance(self.prefix_cache, bool):
+            raise InvalidArgumentError(f"prefix_cache: takes True, False or 'always'; got {self.prefix_cache!r}")
+        if not isinstance(self.overlap, bool | None):
+            raise InvalidArgumentError(f"overlap: takes True, False or None; got {self.overlap!r}")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             raise InvalidArgumentError(f"attention_backend: takes a name or None; got {self.attention_backend!r}")
 
@@ -173,7 +174,7 @@ class CBConfig:
             num_swap_blocks=((_memory("swap_space", self.swap_space, None) or 0) if self.swap_space else 0) // bytes_per_block,
             kv_dtype=facts.kv_dtype if self.kv_dtype == "auto" else self.kv_dtype,
             policy=self.policy,
-            prefix_cache=not facts.has_own_code if self.prefix_cache is None else self.prefix_cache,
+            prefix_cache=self.prefix_cache == "always" or (self.prefix_cache and not facts.has_own_code),
             fallback=self.fallback,
             record_steps=self.record_steps,
         )

@@ -70,7 +70,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         """The engine's reason for the model, or the call's own."""
         if self._own_generate not in (None, plain_generate(self.model)):  # a copy of an installed model has the latter
             return "the model has a generate of its own"
-        return self.engine.unsupported_reason or why_native(self.model, call)
+        return self.engine.unsupported_reason or why_native(self.model, call, self.engine.zeros_are_none)
 
     def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
         """Through the engine where it can, else natively with the reason counted and logged."""

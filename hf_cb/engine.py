@@ -52,6 +52,7 @@ class Served:
     prefix_reason: str
     packed_bytes: int
     compiled: Compiled
+    zeros_are_none: frozenset[str]  # arguments of generate() that mean nothing where they are all zeros
     defaults: Callable[[], Defaults] = field(repr=False)
     draw_seed: Callable[[], int] = field(repr=False)
 
@@ -327,6 +328,11 @@ class Engine:
     def config(self) -> ResolvedConfig | None:
         """The settings in force; None for a model that cannot be served."""
         return self._served.config if self._served else None
+
+    @property
+    def zeros_are_none(self) -> frozenset[str]:
+        """Arguments of `generate()` that mean nothing to the model where they are all zeros."""
+        return self._served.zeros_are_none if self._served else frozenset()
 
     @property
     def unsupported_reason(self) -> str | None:

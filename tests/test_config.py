@@ -26,7 +26,8 @@ WRONG: list[tuple[str, Any]] = [
     *(("kv_dtype", value) for value in ("int8", "fp8", None, torch.float16)),
     *(("policy", value) for value in ("lifo", None, 3)),
     *(("compile", value) for value in (None, 1, "yes")),
-    *((name, value) for name in ("prefix_cache", "overlap") for value in (1, "yes")),
+    *(("prefix_cache", value) for value in (1, "yes", None)),
+    *(("overlap", value) for value in (1, "yes")),
     *(("graph_memory", value) for value in (-1, 0.5, "5", True, False, [])),
     *(("attention_backend", value) for value in (5, True, ["reference"])),
 ]

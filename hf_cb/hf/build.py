@@ -101,18 +101,20 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
         prefix_reason=_prefix_reason(config, code),
         packed_bytes=servable.packs.num_bytes,
         compiled=servable.compiled,
+        zeros_are_none=servable.zeros_are_none,
         defaults=defaults,
         draw_seed=draw_seed,
     )
 
 
 def _prefix_reason(config: CBConfig, own_code: str | None) -> str:
-    if config.prefix_cache is not None:
-        return f"prefix_cache is {config.prefix_cache}"
-    if own_code is None:
+    if not config.prefix_cache:
+        return "prefix_cache is False"
+    if own_code is None or config.prefix_cache == "always":
         return "on"
     return (
-        f"off: {own_code} is code of your own, which may read what is outside of the model; prefix_cache=True says it doesn't"
+        f"off: {own_code} is code of your own, which may read what is outside of the model; prefix_cache='always' says that it "
+        f"doesn't"
     )
 
 

@@ -51,7 +51,8 @@ FATES: dict[str, Fate] = {
         "over all; or an empty `DynamicCache`; any other runs natively",
     ),
     "position_ids": Fate("engine", "those that the mask gives; any other natively"),
-    "kwargs": Fate("native", "arguments of the model's forward, such as `inputs_embeds`, `token_type_ids`, `pixel_values`"),
+    "token_type_ids": Fate("engine", "all zeros, where the model does the same without them; any other natively"),
+    "kwargs": Fate("native", "arguments of the model's forward, such as `inputs_embeds`, `pixel_values`"),
     # Length and ends
     "max_new_tokens": Fate("engine"),
     "max_length": Fate("engine"),

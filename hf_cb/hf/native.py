@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -51,8 +52,11 @@ _methods_of = operator.attrgetter(*_METHODS)
 _found_good: set[tuple[Any, ...]] = set()  # all functions of transformers' classes, of which there are few
 
 
-def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
-    """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble."""
+def why_native(model: Any, arguments: Mapping[str, Any], zeros_are_none: AbstractSet[str] = frozenset()) -> str | None:
+    """The reason why a call with these arguments must run natively, as far as it can be told before transformers' preamble.
+
+    `zeros_are_none`: arguments that the model may as well not be given where they are all zeros.
+    """
     if (reason := in_training(model)) is not None:
         return reason
     device = model.device
@@ -70,6 +74,8 @@ def why_native(model: Any, arguments: Mapping[str, Any]) -> str | None:
         if name == "synced_gpus" and not value:
             continue
         if name in NAMES and (contents_of(value) is not None or is_blank(value)):
+            continue
+        if name in zeros_are_none and isinstance(value, torch.Tensor) and not value.any():
             continue
         return f"argument {name}"
     for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):

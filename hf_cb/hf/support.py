@@ -7,6 +7,7 @@ So a short probe runs two packed rows in chunks on the twin and compares with th
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Servable:
     max_positions: int | None  # that rows can share
     stretches: bool  # whether the model goes on beyond those by itself
     max_step_tokens: int | None  # that may be packed into one step
+    zeros_are_none: frozenset[str]  # arguments of its forward that may as well be left out where they are all zeros
 
 
 class UnservableError(Exception):
@@ -122,6 +124,7 @@ def _examine(
             plain = [_plain_logits(twin, rows[0])]  # what modules make of themselves when they run first is not their books
             before = Fingerprint.of(twin)
             plain += [_plain_logits(twin, row) for row in rows[1:]]
+            zeros_are_none = _zeros_are_none(twin, rows[1], plain[1])
             if books is not None:
                 books.update(before.written(Fingerprint.of(twin)))
             with linear_calls(twin) as calls:
@@ -173,6 +176,7 @@ def _examine(
         max_positions=_max_positions(twin),
         stretches=_query_scale_span(twin) is not None or any(map(rope_follows_length, twin.modules())),
         max_step_tokens=_query_scale_span(twin),
+        zeros_are_none=zeros_are_none,
     )
 
 
@@ -261,9 +265,17 @@ def _probe_rows(vocab_size: int, longest: int, device: torch.device) -> list[tor
     ]
 
 
-def _plain_logits(twin: nn.Module, row: torch.Tensor) -> torch.Tensor:
+def _plain_logits(twin: nn.Module, row: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
     """Logits [n, vocab] of a row alone, by the model's own attention. Positions are left to the model, as in plain use."""
-    return twin(input_ids=row[None], use_cache=False, return_dict=True).logits[0].float()  # type: ignore[no-any-return]
+    return twin(input_ids=row[None], use_cache=False, return_dict=True, **arguments).logits[0].float()  # type: ignore[no-any-return]
+
+
+def _zeros_are_none(twin: nn.Module, row: torch.Tensor, logits: torch.Tensor) -> frozenset[str]:
+    """Tokenizers give types of tokens for a single text, too: all zeros. Some models add something for those, some don't."""
+    if "token_type_ids" not in inspect.signature(twin.forward).parameters:
+        return frozenset()
+    with_zeros = _plain_logits(twin, row, token_type_ids=torch.zeros_like(row)[None])
+    return frozenset({"token_type_ids"} if torch.equal(with_zeros, logits) else ())
 
 
 def _observe(twin: nn.Module, forward: Forward, rows: list[torch.Tensor]) -> Observer:

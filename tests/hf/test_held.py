@@ -244,10 +244,10 @@ def test_keys_of_a_forward_that_reads_what_is_outside_are_not_kept(llama: PreTra
         assert engine.stats().prefix_reason == "on"
 
 
-def test_true_vouches_for_own_code(llama: PreTrainedModel) -> None:
+def test_own_code_can_be_vouched_for(llama: PreTrainedModel) -> None:
     steered(llama)
     long = seam.prompts(40)[0][None]
-    with hf_cb.continuous_batching(llama, prefix_cache=True, fallback="error") as engine:
+    with hf_cb.continuous_batching(llama, prefix_cache="always", fallback="error") as engine:
         for _ in range(2):
             assert torch.equal(llama.generate(long, max_new_tokens=NEW), plain(llama, long))
         assert engine.stats().cached_tokens > 0

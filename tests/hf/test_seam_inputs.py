@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,9 @@ import models
 import pytest
 import seam
 import torch
+import transformers
+
+import hf_cb
 
 NEW = 10
 
@@ -136,3 +140,21 @@ def test_generate_looks_like_the_original(duo: seam.Duo) -> None:
     assert inspect.signature(duo.served.generate) == inspect.signature(duo.plain.generate)
     assert duo.served.generate.__doc__ == duo.plain.generate.__doc__
     assert duo.served.generate.__name__ == "generate"
+
+
+def test_token_types_that_are_all_zero() -> None:
+    """ELECTRA adds its first type's embedding with and without them; GPT-2 adds the first token's, but for None."""
+    ids, zeros = ROWS[0][None], torch.zeros_like(ROWS[0])[None]
+    sizes = {"hidden_size": 48, "embedding_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.ElectraConfig(vocab_size=models.VOCAB, is_decoder=True, pad_token_id=0, **sizes)
+    plain = transformers.ElectraForCausalLM(config).eval()
+    models._add_noise(plain)
+    served = copy.deepcopy(plain)
+    with hf_cb.continuous_batching(served) as engine:
+        made = seam.Duo(plain, served, engine)
+        usual = made.same(ids, max_new_tokens=NEW)
+        assert torch.equal(made.same(ids, token_type_ids=zeros, max_new_tokens=NEW), usual)
+        made.same(ids, token_type_ids=zeros + 1, max_new_tokens=NEW, native="token_type_ids")
+    with seam.duo("gpt2") as made:
+        usual = made.same(ids, max_new_tokens=NEW)
+        assert not torch.equal(made.same(ids, token_type_ids=zeros, max_new_tokens=NEW, native="token_type_ids"), usual)
