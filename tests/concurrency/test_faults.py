@@ -103,7 +103,7 @@ def everything(
     for one in asked:
         one.failure()
     if replace:
-        engine.serve(build.build(model, hf_cb.CBConfig(**SMALL, overlap=engine._served.machinery.overlaps)))
+        engine.serve(build.build(model, hf_cb.CBConfig(**SMALL, overlap=engine._served.machinery.overlaps), {}))
         asked.append(Asked(submit(engine, rows()[1], max_new_tokens=few), rows()[1].tokens[:few]))
 
 
