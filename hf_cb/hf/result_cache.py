@@ -159,7 +159,7 @@ def _before(contents: Contents, input_ids: torch.Tensor, mask: torch.Tensor | No
 def _continued(positions: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor | None:
     if positions is None:
         return None
-    new = torch.arange(1, tokens.shape[1] - positions.shape[1] + 1, device=positions.device)
+    new = torch.arange(1, tokens.shape[1] - positions.shape[1] + 1, dtype=torch.int64, device=positions.device)
     return torch.cat([positions, positions[:, -1:] + new], dim=1)
 
 

@@ -114,7 +114,7 @@ def _checksum(tensor: torch.Tensor) -> int:
         return zlib.crc32(_memory(tensor.data_ptr(), tensor.nbytes).data) if tensor.nbytes else 0
     total = 0
     for chunk in tensor.reshape(-1).view(torch.uint8).split(1 << 22):
-        places = torch.arange(chunk.numel(), device=chunk.device)
+        places = torch.arange(chunk.numel(), dtype=torch.int64, device=chunk.device)
         total = (total * 31 + int((chunk * (places * 0x1E3779B97F4A7C15 | 1)).sum())) % (1 << 64)
     return total
 
