@@ -21,8 +21,8 @@ _SAME = "changes how plain generate computes, not what: no effect"
 _ROWS = "transformers' own processor or criterion, run row by row with the whole history"
 _MODE = "a decoding mode of its own"
 _OWN = (
-    "called on the engine's thread with what the caller's has set, once per token; "
-    "natively where its `needs_callers_thread` is true"
+    "the engine's thread calls it once per token, with your thread's context variables; "
+    "a call runs natively if its `needs_callers_thread` is true"
 )
 _BEAMS = "beam search and beam sampling; the beams share the blocks of what they have in common"
 
@@ -35,9 +35,9 @@ FATES: dict[str, Fate] = {
     "seed": Fate("engine", "ours: row i of a call gets what plain generate gives it after `torch.manual_seed(seed + i)`"),
     "logits_processor": Fate(
         "engine",
-        f"{_OWN}; for several rows in one call natively, unless its `supports_continuous_batching` is true",
+        f"{_OWN}, or if it has several rows and `supports_continuous_batching` is not true",
     ),
-    "stopping_criteria": Fate("engine", f"{_OWN}; for several rows in one call natively"),
+    "stopping_criteria": Fate("engine", f"{_OWN}, or if it has several rows"),
     "prefix_allowed_tokens_fn": Fate("engine", _ROWS),
     "tokenizer": Fate("engine", "for `stop_strings`"),
     "synced_gpus": Fate("native", "if true"),
@@ -47,11 +47,13 @@ FATES: dict[str, Fate] = {
     "custom_generate": Fate("native"),
     "past_key_values": Fate(
         "engine",
-        "also as `cache`: that of a result, while nobody has read it, with all ids once more or with the new ones and a mask "
-        "over all; or an empty `DynamicCache`; any other runs natively",
+        "also as `cache`: that of an earlier result, if nobody has looked into it, or an empty `DynamicCache`; any other runs "
+        "natively; with all ids so far, or only those that it lacks (from the last generated token on) and a mask over everything",
     ),
-    "position_ids": Fate("engine", "those that the mask gives; any other natively"),
-    "token_type_ids": Fate("engine", "all zeros, where the model does the same without them; any other natively"),
+    "position_ids": Fate("engine", "if they are those that the mask gives; any others run natively"),
+    "token_type_ids": Fate(
+        "engine", "if they are all zero, and zeros make no difference to the model; any others run natively"
+    ),
     "kwargs": Fate("native", "arguments of the model's forward, such as `inputs_embeds`, `pixel_values`"),
     # Length and ends
     "max_new_tokens": Fate("engine"),
@@ -122,8 +124,12 @@ FATES: dict[str, Fate] = {
         Fate("native", _MODE),
     ),
     # Results
-    "return_dict_in_generate": Fate("engine", "the cache in it is made when it is first read"),
-    **dict.fromkeys(("output_scores", "output_logits"), Fate("engine", "rows that have ended go on until all have")),
+    "return_dict_in_generate": Fate(
+        "engine", "the cache in it is made when you first look into it, by a forward over the whole text"
+    ),
+    **dict.fromkeys(
+        ("output_scores", "output_logits"), Fate("engine", "rows that have ended go on until all have, as in plain generate")
+    ),
     "output_attentions": Fate("native"),
     "output_hidden_states": Fate("native"),
     # Plain generate's own machinery

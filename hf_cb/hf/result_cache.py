@@ -146,7 +146,9 @@ def _before(contents: Contents, input_ids: torch.Tensor, mask: torch.Tensor | No
     num_masked = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
     repeats = num_masked == num_ids  # all ids once more; otherwise the new ones alone, and a mask over all
     if rows != len(input_ids) or num_masked is None or num_masked != (num_ids if repeats else num_cached + num_ids):
-        raise GoNativeError("a cache of other rows than ids and mask have")
+        raise GoNativeError(
+            "a cache that ids and mask don't go on from: they are all ids, or those that it lacks and a mask over all"
+        )
     if repeats and not (num_ids > num_cached and torch.equal(input_ids[:, :num_cached], contents.tokens)):
         raise GoNativeError("a cache of other tokens than the ids")
     ones = contents.tokens.new_ones(contents.tokens.shape)
@@ -251,7 +253,8 @@ def _filled(contents: Contents) -> Any:
 
 def _lost(why: str) -> CacheLostError:
     return CacheLostError(
-        f"{NAME}: its keys and values are made when they are first read, by the model that generated, which {why}"
+        f"{NAME}: its keys and values are made when they are first read, by the model that generated, which {why}; "
+        f"call generate() with all ids and without it"
     )
 
 
