@@ -48,7 +48,7 @@ FATES: dict[str, Fate] = {
     "past_key_values": Fate(
         "engine",
         "also as `cache`: that of an earlier result, if nobody has looked into it, or an empty `DynamicCache`; any other runs "
-        "natively; with all ids so far, or only those that it lacks (from the last generated token on) and a mask over everything",
+        "natively; with all ids so far, or only those that it lacks (from the last generated token on) and a full mask",
     ),
     "position_ids": Fate("engine", "if they are those that the mask gives; any others run natively"),
     "token_type_ids": Fate(
