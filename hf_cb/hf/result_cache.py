@@ -23,6 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_cb.errors import CacheLostError
 from hf_cb.hf.fingerprint import Fingerprint
+from hf_cb.hf.modes import undisturbed
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.twin import in_training, shared_tensors
 from hf_cb.hf.weights import Marks
@@ -209,7 +210,8 @@ def _read(cache: Any) -> None:
     contents = contents_of(cache)
     if contents is None:  # another thread has read it
         return
-    filled = _filled(contents)
+    with undisturbed():  # a reader's modes are not the call's
+        filled = _filled(contents)
     with _swap:
         if contents_of(cache) is not contents:
             return

@@ -14,6 +14,7 @@ import models
 import pytest
 import seam
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import hf_cb
@@ -108,6 +109,14 @@ def test_what_is_done_to_it(duo: seam.Duo) -> None:
 def test_inference_mode(duo: seam.Duo) -> None:
     with torch.inference_mode():
         got, want = same_result(duo, **PROMPT, **DICT, max_new_tokens=NEW)
+    same_cache(got.cache, want.cache)
+
+
+def test_modes_of_the_reader(duo: seam.Duo) -> None:
+    """They are not the call's: one would have made fakes of the keys and values."""
+    got, want = same_result(duo, **PROMPT, **DICT, max_new_tokens=NEW)
+    with FakeTensorMode():
+        assert len(got.cache.layers) == len(want.cache.layers)
     same_cache(got.cache, want.cache)
 
 
