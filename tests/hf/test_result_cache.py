@@ -86,6 +86,17 @@ def test_other_layers(name: str) -> None:
         turns(duo, BATCH, last_alone=True)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_keys_under_the_mask(name: str) -> None:
+    """Eager attention makes a padding token the mean of all tokens of its forward."""
+    with seam.duo(name) as duo:
+        for model in (duo.plain, duo.served):
+            model.set_attn_implementation("eager")
+        got, want = same_result(duo, **BATCH, **DICT, max_new_tokens=NEW)
+        same_cache(got.cache, want.cache)
+        turns(duo, BATCH, last_alone=True)
+
+
 def test_none_without_a_cache(duo: seam.Duo) -> None:
     got, want = same_result(duo, **PROMPT, **DICT, use_cache=False, max_new_tokens=NEW)
     assert got.cache is want.cache is None
