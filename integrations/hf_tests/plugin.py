@@ -42,6 +42,7 @@ MIXIN = "tests.generation.test_utils"  # where transformers has it
 
 _record: Record
 _own = threading.local()  # what this thread is at: `installing`, and `was_native` of its call
+_comparing = threading.RLock()  # calls at the same time, a pipeline's: torch's generator is seeded, and put back, by one alone
 _installed: list[tuple[weakref.ref[PreTrainedModel], Engine]] = []  # in this test
 
 
@@ -64,7 +65,7 @@ class ComparedBackend(ContinuousBatchingBackend):
     def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
         kept = _copied(arguments)
         got, is_native = self._served(arguments, seed, service)
-        with torch.random.fork_rng(devices=[]):
+        with _comparing, torch.random.fork_rng(devices=[]):
             if is_native:
                 _record.write(call="native")
                 self._try_trimmed(got, kept, seed, service)
