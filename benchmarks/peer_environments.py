@@ -43,8 +43,8 @@ ENVIRONMENTS: Mapping[str, Environment] = {
     "hf_tests": Environment(
         (
             *("torch==2.13.0", "transformers==5.24.*", "accelerate==1.15.*", "peft==0.21.*"),
-            *("pytest", "pytest-asyncio", "pytest-env", "pytest-timeout", "pytest-xdist"),
-            *("datasets", "diffusers", "parameterized", "pillow", "psutil", "requests", "scipy", "sentencepiece"),
+            *("pytest", "pytest-asyncio", "pytest-env", "pytest-timeout", "pytest-xdist", "parameterized", "timeout-decorator"),
+            *("datasets", "diffusers", "pillow", "psutil", "requests", "scipy", "sentencepiece"),
         )
     ),
 }

@@ -8,22 +8,11 @@ cut into slices, after each of which a few instructions run: some ten microsecon
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 SLICE = 0.5  # seconds
-
-
-class Lock(Protocol):
-    """Lock and RLock."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it, or wait for it in vain."""
-        ...
-
-    def release(self) -> None:
-        """Give it back."""
 
 
 def block(wait: Callable[[float], object], timeout: float | None = None) -> bool:
@@ -38,10 +27,24 @@ def block(wait: Callable[[float], object], timeout: float | None = None) -> bool
 
 
 @contextlib.contextmanager
-def holding(lock: Lock) -> Iterator[None]:
-    """`with lock`, for one that others may hold for long."""
-    block(lambda seconds: lock.acquire(timeout=seconds))
+def holding(lock: threading.RLock) -> Iterator[None]:
+    """`with lock`, for one that others may hold for long.
+
+    What is thrown while `acquire` waits is raised as it returns, even if it has got the lock: nobody would give that back. Only
+    `with lock` has no such moment.
+    """
+    is_new = not _is_owned(lock)
     try:
-        yield
+        if is_new:
+            block(lambda seconds: lock.acquire(timeout=seconds))
+        with lock:
+            if is_new:
+                lock.release()
+            yield
     finally:
-        lock.release()
+        if is_new and _is_owned(lock):
+            lock.release()
+
+
+def _is_owned(lock: threading.RLock) -> bool:
+    return lock._is_owned()  # type: ignore[attr-defined, no-any-return]  # as threading.Condition asks

@@ -51,7 +51,7 @@ class ContinuousBatchingBackend(GenerationBackend):
     def renew_locks(self) -> None:
         """Make the locks; anew in a forked child."""
         super().renew_locks()
-        self._freshness_lock = threading.Lock()
+        self._freshness_lock = threading.RLock()
         self._shared_look = SharedLook()
 
     def attach(self) -> None:

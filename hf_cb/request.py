@@ -69,6 +69,9 @@ class RowRules(Protocol):
     def accept(self, token: int, scores: Any) -> bool:
         """Take note of the chosen token and the final scores [1, vocab] it was chosen by. True: the request ends with it."""
 
+    def close(self) -> None:
+        """The request has ended, in whatever way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

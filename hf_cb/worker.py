@@ -62,8 +62,8 @@ class Worker:
         self._limits = limits or QueueLimits()
         self._meter = meter
         self._counted = (0, 0)  # preemptions and swaps of this machinery that the meter has
-        self._changed = threading.Condition()
-        # Guarded by _changed:
+        self._make_lock()
+        # Guarded by _lock:
         self._inbox: deque[OutputQueue | _Replacement] = deque()
         self._aborts: list[int] = []
         self._thread: threading.Thread | None = None
@@ -81,13 +81,17 @@ class Worker:
         self._endings: list[Ending] = []  # of requests that are in no other place any more, or are to leave it
         _workers.add(self)
 
+    def _make_lock(self) -> None:
+        self._lock = threading.RLock()  # what `with` takes: as in OutputQueue, not the condition
+        self._changed = threading.Condition(self._lock)
+
     # -- the door ---------------------------------------------------------------------------------------------------------
 
     def submit(self, queues: Sequence[OutputQueue]) -> None:
         """Take in, all or none. Raises EngineClosedError, EngineDeadError, EngineOverloadedError; on the worker itself
         UnsupportedCallError."""
         self.refuse_own_thread("submit")
-        with self._changed:
+        with self._lock:
             self._check_open()
             scheduler = self.machinery.scheduler
             waiting = len(self._inbox) + scheduler.num_waiting
@@ -120,7 +124,7 @@ class Worker:
 
     def abort(self, request_id: int) -> None:
         """Cancel a request at the next step boundary; ids that are unknown or have ended are fine."""
-        with self._changed:
+        with self._lock:
             self._aborts.append(request_id)
             self._changed.notify_all()
 
@@ -134,7 +138,7 @@ class Worker:
         if self.is_paused_by_caller:
             raise UnsupportedCallError("pause: the model has changed inside of it, and this call would wait for its end")
         done = threading.Event()
-        with self._changed:
+        with self._lock:
             self._check_open()
             if self._thread is None:
                 self.machinery = machinery
@@ -142,18 +146,18 @@ class Worker:
             self._inbox.append(_Replacement(machinery, done))
             self._changed.notify_all()
         block(done.wait)
-        with self._changed:
+        with self._lock:
             self._check_open()
 
     def pause(self, release_kv: bool = False) -> None:
         """Return when no step runs and none will until `resume`, and the KV memory is given back, if so wanted. Calls nest."""
         self.refuse_own_thread("pause")
-        with self._changed:
+        with self._lock:
             self._check_open()
-            self._pauses += 1
-            self._pausing.append(threading.get_ident())
-            self._release_kv |= release_kv
             try:
+                self._pauses += 1
+                self._pausing.append(threading.get_ident())
+                self._release_kv |= release_kv
                 if self._thread is None:
                     self._park()
                 self._changed.notify_all()
@@ -170,7 +174,7 @@ class Worker:
 
     def resume(self) -> None:
         """Undo one `pause`."""
-        with self._changed:
+        with self._lock:
             self._pauses = max(0, self._pauses - 1)
             with contextlib.suppress(ValueError):  # resumed by another thread than it was paused by
                 self._pausing.remove(threading.get_ident())
@@ -180,7 +184,7 @@ class Worker:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache before anything is scheduled that comes in after this."""
-        with self._changed:
+        with self._lock:
             self._forget = True
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
@@ -188,7 +192,7 @@ class Worker:
 
         Waits for the thread, at most `timeout` seconds. Closing again is fine.
         """
-        with self._changed:
+        with self._lock:
             if self._closing != "now":
                 self._closing = "drain" if drain else "now"
             self._changed.notify_all()
@@ -225,7 +229,7 @@ class Worker:
 
     def _await_work(self) -> bool:
         """Sleep while there is nothing to do. False: the thread is to end. Sets `_parked` while a pause holds."""
-        with self._changed:
+        with self._lock:
             while True:
                 busy = self.machinery.has_work
                 if self._closing == "now" or (self._closing and not busy and not self._inbox):
@@ -259,7 +263,7 @@ class Worker:
         No queue is closed under the lock: a finalizer that takes it may run on a thread that holds a queue's. Who is to end
         waits in `_endings` until then. So whatever is raised, a request is always where somebody ends it.
         """
-        with self._changed:
+        with self._lock:
             while self._inbox_is_ready():
                 item = self._inbox[0]
                 if isinstance(item, _Replacement):
@@ -372,7 +376,7 @@ class Worker:
     # -- the end ----------------------------------------------------------------------------------------------------------
 
     def _die(self, cause: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._dead = cause
             self._parked = False
             self._changed.notify_all()
@@ -385,7 +389,7 @@ class Worker:
 
     def _end_all(self, error: HFCBError) -> None:
         """Answer everybody. Nothing can come in any more: the door is closed before this is called."""
-        with self._changed:
+        with self._lock:
             replacements = [item for item in self._inbox if isinstance(item, _Replacement)]
             queues = [item for item in self._inbox if isinstance(item, OutputQueue)]
         queues += [*(ending.queue for ending in self._endings), *self._answers]
@@ -408,7 +412,7 @@ class Worker:
 
     def after_fork_in_child(self) -> None:
         """The thread did not come along. Whoever waits here, or will, gets an error rather than a hang."""
-        self._changed = threading.Condition()
+        self._make_lock()
         self._dead = EngineDeadError(
             "this process was forked from the one that runs the engine; uninstall and install again in the child"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -59,7 +60,8 @@ class Fingerprint:
             kind = type(module)
             kinds[kind] = None
             own = vars(module)
-            state += (kind, len(own["_forward_hooks"]), len(own["_forward_pre_hooks"]))
+            hooks = own["_forward_hooks"]
+            state += (kind, _num_hooks(hooks) if hooks else 0, len(own["_forward_pre_hooks"]))
             if own["_modules"]:  # children can move from one to another
                 state.append(tuple([modules.get(child) for child in list(own["_modules"].values()) if child is not None]))
             keeps_books = "rope_type" in own and rope_follows_length(module)  # beyond what the probe would see
@@ -102,6 +104,13 @@ class Fingerprint:
     def written(self, later: Fingerprint) -> Books:
         """What was written between the two."""
         return differences(self.values, later.values) or {}
+
+
+def _num_hooks(hooks: Mapping[int, object]) -> int:
+    """Without those that transformers leaves in a model that was once asked for attentions or hidden states: they do nothing
+    in other calls."""
+    capturing = "transformers.utils.output_capturing"
+    return sum(getattr(hook, "__module__", None) != capturing for hook in list(hooks.values()))
 
 
 def global_hooks() -> tuple[int, ...]:

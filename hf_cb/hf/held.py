@@ -1,12 +1,12 @@
 """Reading: what modules hold beside parameters, buffers and submodules, described so that a change shows.
 
-A description is made of plain values and of dicts, and keeps nothing of the user's alive. It is compared by `==`.
+A description is made of plain values and of dicts, and keeps nothing of the user's alive. It is compared by `==`. Making and
+comparing it runs no code of the user's: kinds are told by `type`, since `isinstance` asks the object, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import types
 import weakref
@@ -26,7 +26,10 @@ Parts = dict[Any, Any]
 """Some parts of something: name -> parts of the part, or {} for all of it."""
 
 # The others are accelerate's, see dispatched.py, and transformers' notes of how the model was loaded and may be split.
-_NOTES = ("_hf_hook", "_is_hf_initialized", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan")
+_NOTES = (
+    *("_hf_hook", "_is_hf_initialized", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan"),
+    "_output_capturing_hooks_installed",
+)
 _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), *_NOTES))
 _PLAIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -35,6 +38,7 @@ _CONTAINERS = frozenset((list, tuple, set, frozenset, torch.Size))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, weakref.ref)
 _OF_WRAPPERS = frozenset((*functools.WRAPPER_ASSIGNMENTS, "__annotations__", "__signature__", "__wrapped__"))
 _MOST_OBJECTS = 20_000  # some ten milliseconds
+_ITEMS, _BYTES = 20, 10_000  # plain items of a container, or bytes of an array, that take as long as an object
 _HEADER, _FIELDS = object(), object()  # keys of a description that no dict of the user's has
 _SWITCHED: Parts = {
     "_attn_implementation_internal": {},
@@ -80,6 +84,7 @@ class Reading:
     def __init__(self, places: Mapping[nn.Module, int]) -> None:
         """`places`: the modules that are looked at, in their order."""
         self._places = places
+        self._left = _MOST_OBJECTS
         self._met: dict[int, tuple[object, object]] = {}  # by id: the object, which keeps the id its own, and what it reads as
         self.tensors: list[torch.Tensor] = []
         self.functions: list[types.FunctionType] = []
@@ -103,31 +108,34 @@ class Reading:
         met = self._met.get(id(value))
         if met is not None:
             return met[1]
+        self._spend(1 + len(value) // _ITEMS if kind in _CONTAINERS or kind is dict else 1)
         if kind in _CONTAINERS and _PLAIN.issuperset(map(type, value)):
             return kind, frozenset(value) if kind is set else tuple(value)
         if kind is dict and _PLAIN.issuperset(map(type, value)) and _PLAIN.issuperset(map(type, value.values())):
             return kind, tuple(value.items())
-        if len(self._met) > _MOST_OBJECTS:
-            raise TooManyObjectsError
         same = _Same(value)
         self._met[id(value)] = value, same
-        if isinstance(value, torch.Tensor):
+        if issubclass(kind, torch.Tensor):
             self.tensors.append(value)
             return same, tuple(map(_state, plain_parts(value))), value.dtype, value.shape
-        if isinstance(value, nn.Module) and (place := self._places.get(value)) is not None:
+        if issubclass(kind, nn.Module) and (place := self._places.get(value)) is not None:
             return nn.Module, place
-        if isinstance(value, _FUNCTIONS):
-            if isinstance(value, types.FunctionType):
+        if issubclass(kind, _FUNCTIONS):
+            if kind is types.FunctionType:
                 self.functions.append(value)
             return same
-        if isinstance(value, enum.Enum):
-            return value
-        if isinstance(value, np.ndarray):
+        if issubclass(kind, np.ndarray):
+            self._spend(value.nbytes // _BYTES)
             return same, value.shape, value.dtype.str, hash(value.tobytes())
         return self._composite(value, same, without or {})
 
+    def _spend(self, objects: int) -> None:
+        self._left -= objects
+        if self._left < 0:
+            raise TooManyObjectsError
+
     def _composite(self, value: Any, same: _Same, without: Parts) -> object:
-        if isinstance(value, PreTrainedConfig):
+        if issubclass(type(value), PreTrainedConfig):
             without = {**_SWITCHED, **without}
         read: Parts = {_HEADER: (type(value), same)}
         fields = read
@@ -137,7 +145,7 @@ class Reading:
             read |= self._parts(named, named, without)
             fields = {_HEADER: (type(value), same)}
             without = without.get(_FIELDS) or {}
-        if isinstance(value, nn.Module):  # one that is hidden from the tree
+        if issubclass(type(value), nn.Module):  # one that is hidden from the tree
             for table in (value._parameters, value._buffers, value._modules):
                 fields |= self._parts(own := table.copy(), own, without)
             fields |= self.values(value, without)
@@ -159,18 +167,20 @@ def _state(tensor: torch.Tensor) -> tuple[int, int]:
 def _key(key: Any) -> object:
     """A key that keeps nothing alive."""
     parts = key if type(key) is tuple else (key,)
-    return key if all(type(part) in _PLAIN or isinstance(part, enum.Enum) for part in parts) else _Same(key)
+    return key if all(type(part) in _PLAIN for part in parts) else _Same(key)
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
     """The parts of a container by their keys; None: it is none."""
-    if isinstance(value, dict):
+    kind = type(value)
+    if issubclass(kind, dict):
         return list(dict.items(value))
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(enumerate(list(value)))
-    if isinstance(value, functools.partial):
+    for sequence in (list, tuple, set, frozenset, deque):
+        if issubclass(kind, sequence):
+            return list(enumerate(list(sequence.__iter__(value))))
+    if issubclass(kind, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if isinstance(value, types.MethodType):
+    if issubclass(kind, types.MethodType):
         return [("func", value.__func__), ("self", value.__self__)]
     return None
 

@@ -34,7 +34,7 @@ _NOT_OF_GENERATE = frozenset({"prefix_length", "seed", "priority", "tenant", "ca
 # Given once for all items: what keeps state in them counts on the items' coming one after the other.
 _SHARED_BY_ITEMS = ("streamer", "logits_processor", "stopping_criteria")
 
-_plain_turn = threading.Lock()
+_plain_turn = threading.RLock()
 
 
 class Server(Protocol):

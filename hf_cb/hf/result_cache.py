@@ -23,6 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_cb.errors import CacheLostError
 from hf_cb.hf.fingerprint import Fingerprint
+from hf_cb.hf.modes import undisturbed
 from hf_cb.hf.rules import GoNativeError
 from hf_cb.hf.twin import in_training, shared_tensors
 from hf_cb.hf.weights import Marks
@@ -65,6 +66,7 @@ class Contents:
     tokens: torch.Tensor  # [B, n]
     mask: torch.Tensor | None  # [B, n]; None: all ones
     positions: torch.Tensor | None  # [B, n]; None: those that the mask gives
+    prompt: int  # how many tokens the first forward had
     origin: Origin
     kind: Any  # its class
     blank: dict[str, Any]  # the attributes of the cache while it was empty
@@ -81,14 +83,14 @@ def contents_of(cache: Any) -> Contents | None:
 
 
 def stand_for(
-    cache: Any, tokens: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, origin: Origin
+    cache: Any, tokens: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None, prompt: int, origin: Origin
 ) -> None:
     """Let a cache, empty or unread, stand for the keys and values of these tokens."""
     before = contents_of(cache)
     kind: Any = type(cache) if before is None else before.kind
     blank = dict(vars(cache)) if before is None else before.blank
     came_with_a_call = blank.pop(_CAME, None) or vars(cache).get(_CAME)
-    contents = Contents(tokens, mask, positions, origin, kind, blank)
+    contents = Contents(tokens, mask, positions, prompt, origin, kind, blank)
     with _swap:
         vars(cache).clear()
         vars(cache).update({"_contents": contents} | ({_CAME: True} if came_with_a_call else {}))
@@ -102,6 +104,7 @@ class KeptCache:
     cache: Any
     origin: Origin
     positions: torch.Tensor | None  # [B, T], where the caller gave them
+    prompt: int  # how many tokens its first forward has, or had
     before: torch.Tensor | None = None  # [B, n]: tokens that it has and the call's ids don't repeat
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
@@ -111,7 +114,8 @@ class KeptCache:
     def stand_for(self, rows: torch.Tensor, mask: torch.Tensor | None) -> Any:
         """Let the cache stand for all tokens of `rows` but the last, which no step has had as its input. Returns the cache."""
         tokens = self.whole(rows)[:, :-1].clone()  # the caller may write into the result
-        stand_for(self.cache, tokens, None if mask is None else mask[:, :-1], _continued(self.positions, tokens), self.origin)
+        mask = None if mask is None else mask[:, :-1]
+        stand_for(self.cache, tokens, mask, _continued(self.positions, tokens), self.prompt, self.origin)
         return self.cache
 
 
@@ -131,14 +135,14 @@ def kept_cache(
         return None
     contents, now = contents_of(cache), origin()
     if not is_callers or (contents is None and is_blank(cache)):
-        return KeptCache(cache, now, positions)
+        return KeptCache(cache, now, positions, input_ids.shape[1])
     if contents is None or not config.use_cache or config.num_beams > 1 or positions is not None or config.prefill_chunk_size:
         raise GoNativeError("a cache that was read, or beside other options than plain ones")
     if contents.kind is not DynamicCache:
         raise GoNativeError(f"a {contents.kind.__name__} to go on from")
     if not contents.origin.is_like(now):
         raise GoNativeError("a cache of another model, or of other weights")
-    return KeptCache(cache, now, None, _before(contents, input_ids, mask, config))
+    return KeptCache(cache, now, None, contents.prompt, _before(contents, input_ids, mask, config))
 
 
 def _before(contents: Contents, input_ids: torch.Tensor, mask: torch.Tensor | None, config: Any) -> torch.Tensor | None:
@@ -211,7 +215,8 @@ def _read(cache: Any) -> None:
     contents = contents_of(cache)
     if contents is None:  # another thread has read it
         return
-    filled = _filled(contents)
+    with undisturbed():  # a reader's modes are not the call's
+        filled = _filled(contents)
     with _swap:
         if contents_of(cache) is not contents:
             return
@@ -223,14 +228,6 @@ def _read(cache: Any) -> None:
 def _filled(contents: Contents) -> Any:
     filled = object.__new__(contents.kind)
     vars(filled).update(contents.blank, layers=copy.deepcopy(contents.blank["layers"]))
-    call = {
-        "input_ids": contents.tokens,
-        "attention_mask": torch.ones_like(contents.tokens) if contents.mask is None else contents.mask,
-        NAME: filled,
-        **({} if contents.positions is None else {"position_ids": contents.positions}),
-        "custom_generate": _prefill,
-        **_NO_OPTIONS,
-    }
     origin = contents.origin
     model, turn = origin.model(), origin.turn()
     if model is None:
@@ -246,9 +243,24 @@ def _filled(contents: Contents) -> Any:
             Origin.of(model, None, Fingerprint.of(model, origin.fingerprint.books), Marks(shared_tensors(model)))
         ):
             raise _lost("has changed since: its weights, or its modules")
-        type(model).generate(model, **call)
+        for length in _forwards(contents):
+            type(model).generate(model, **_call(contents, length), **{NAME: filled}, **_NO_OPTIONS, custom_generate=_prefill)
     vars(filled).pop(_CAME, None)
     return filled
+
+
+def _forwards(contents: Contents) -> tuple[int, ...]:
+    """After how many tokens each forward ends. A padding token attends to nothing, which eager attention takes as to all tokens
+    of the forward: so the prompt has one of its own, as in plain generate."""
+    length = contents.tokens.shape[1]
+    is_padded = contents.mask is not None and not bool(contents.mask.all())
+    return (contents.prompt, length) if is_padded and contents.prompt < length else (length,)
+
+
+def _call(contents: Contents, length: int) -> dict[str, Any]:
+    parts = {"input_ids": contents.tokens, "attention_mask": contents.mask, "position_ids": contents.positions}
+    call = {name: part[:, :length] for name, part in parts.items() if part is not None}
+    return {"attention_mask": torch.ones_like(call["input_ids"])} | call
 
 
 def _lost(why: str) -> CacheLostError:

@@ -102,6 +102,11 @@ class OwnRules:
             raise error
         return is_stopped
 
+    def close(self) -> None:
+        """The request has ended. If before its row did, the others of the call need not wait for that."""
+        if self.company is not None and not self._has_ended:
+            self.company.abandon()
+
     def _make_room(self, tokens: int) -> None:
         with torch.inference_mode(False):  # else no other thread could write into it
             self._ids = torch.nn.functional.pad(self._ids, (0, tokens))
@@ -135,8 +140,6 @@ class OwnRules:
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
-        if self.company is not None:
-            self.company.abandon()
 
     def _ends_all(self, company: Company, is_met: bool) -> bool:
         num_steps = self._length - self._num_prompt

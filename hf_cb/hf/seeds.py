@@ -41,12 +41,14 @@ def seeded(seed: int) -> Iterator[None]:
     global _stand_in
     with holding(_seeded):
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+        outside = torch.Generator()
         with _guard:
-            before, outside = _stand_in, torch.Generator()
             outside.set_state(torch.get_rng_state())
-            _stand_in = before or outside  # a seeded call inside of another one: the state before the outer one goes on
-            torch.manual_seed(seed)
+            before = _stand_in
         try:
+            with _guard:
+                _stand_in = before or outside  # a seeded call inside of another one: the state before the outer one goes on
+                torch.manual_seed(seed)
             yield
         finally:
             with _guard:

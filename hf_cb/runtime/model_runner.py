@@ -87,7 +87,9 @@ class ModelRunner:
 
     def remove(self, request_id: int) -> None:
         """Forget a request; unknown ids are fine."""
-        self._rows.pop(request_id, None)
+        row = self._rows.pop(request_id, None)
+        if row is not None and row.rules is not None:
+            row.rules.close()
         self._beams.pop(request_id, None)
         self._prompts.pop(request_id, None)
 

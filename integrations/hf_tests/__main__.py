@@ -33,8 +33,9 @@ GENERATION = (
     "pipelines/test_pipelines_text_generation.py",
 )
 MARKS = "not torch_compile_test and not torch_export_test and not all_flash_attn_test"  # minutes each; or for GPUs
-# Nothing is written, and no plugin is needed that the checkout's settings ask for, as PEFT's do for coverage.
-ALONE = ("-p", "no:cacheprovider", "-o", "addopts=")
+# Nothing is written. No plugin is needed that the checkout's settings ask for, as PEFT's do for coverage. No warning fails a
+# test, as PEFT's settings want of those that a newer transformers gives.
+ALONE = ("-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
 CALLS = ("served", "native", "trimmed")
 ROW = "{:<50}{:>6}{:>7}{:>11}{:>8}{:>8}{:>9}  {}"
 

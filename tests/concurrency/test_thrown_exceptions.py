@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import hf_cb
 from hf_cb import FinishReason
+from hf_cb.blocking import holding
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -149,3 +150,32 @@ def test_a_request_that_nobody_was_given(llama: PreTrainedModel, monkeypatch: py
         gate.let(math.inf)
         assert neighbour.result().tokens == rows()[7].tokens
         wait_until(lambda: engine.stats().finished.get(FinishReason.CANCELLED) == 1)
+
+
+def test_whoever_gets_the_lock_at_that_very_moment(llama: PreTrainedModel) -> None:
+    """What is thrown while it waits in C is raised once it has the lock: the lock must be given back all the same."""
+    lock, ids = threading.RLock(), rows()[7].ids
+    engine = hf_cb.install(llama, **SMALL)
+    assert ask(llama, rows()[7]) == rows()[7].tokens
+
+    def take() -> None:
+        with holding(lock):
+            time.sleep(0)
+
+    locks_and_callers: list[tuple[Any, Callable[[], Any]]] = [
+        (lock, take),
+        (engine._worker._lock, lambda: llama.generate(ids, max_new_tokens=2)),
+        (vars(llama)["generate"].backend._plain_lock, lambda: llama.generate(ids, max_new_tokens=2, guidance_scale=1.5)),
+    ]
+    for held, call in locks_and_callers:
+        with held:
+            waiter = Waiter(call)
+            time.sleep(0.1)
+            waiter.throw()
+        waiter.thread.join(SOON)
+        assert type(waiter.outcome) is Stop
+        free = Waiter(lambda held=held: held.acquire(timeout=1) and held.release() is None)  # type: ignore[misc]
+        free.thread.join(2)
+        assert free.outcome is True
+    assert ask(llama, rows()[7]) == rows()[7].tokens
+    hf_cb.uninstall(llama)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import gc
 import types
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import seam
 import torch
@@ -20,6 +22,7 @@ from transformers import PreTrainedModel
 import hf_cb
 from hf_cb import continuous
 from hf_cb.hf.fingerprint import Fingerprint
+from hf_cb.hf.result_cache import NAME
 
 NEW = 8
 PROMPT, OTHER = (row[None] for row in seam.prompts(6, 9))
@@ -202,8 +205,45 @@ def test_what_the_engine_itself_writes_to_is_no_twin_for_each_call(llama: PreTra
         assert ["changes while" in reason for reason in engine.stats().native_calls] == [True]
 
 
-def test_more_than_can_be_looked_at_runs_natively(llama: PreTrainedModel) -> None:
-    llama.model.many = [Settings(i) for i in range(20_001)]
+def test_what_a_native_call_leaves_behind_counts_for_nothing(llama: PreTrainedModel, builds: list[None]) -> None:
+    """transformers' hooks for attentions and hidden states stay in the model that was asked for them once."""
+    with hf_cb.continuous_batching(llama) as engine:
+        before = llama.generate(PROMPT, max_new_tokens=NEW, return_dict_in_generate=True)
+        llama.generate(PROMPT, max_new_tokens=1, return_dict_in_generate=True, output_hidden_states=True)
+        assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), plain(llama))
+        assert len(engine.stats().native_calls) == len(builds) == 1
+        want = plain(llama, return_dict_in_generate=True)[NAME]
+        torch.testing.assert_close(before[NAME].layers[0].keys, want.layers[0].keys)
+
+
+def test_the_look_runs_no_code_of_the_users(llama: PreTrainedModel) -> None:
+    def refuse(*_: object) -> Any:
+        raise AssertionError("called")
+
+    sequence, proxy, switch = (
+        type("Sequence", (list,), {"__iter__": refuse, "__len__": refuse})(),
+        type("Proxy", (), {"__class__": property(refuse)})(),
+        enum.Enum("Switch", "ON OFF"),
+    )
+    switch.__eq__ = refuse  # type: ignore[method-assign, assignment]
+    vars(llama.model)["things"] = things = [sequence, proxy, switch.ON, {switch.ON: switch.ON}]
+    mark = Fingerprint.of(llama)
+    assert mark.matches(Fingerprint.of(llama))
+    things[2] = switch.OFF
+    assert not mark.matches(Fingerprint.of(llama))
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        pytest.param(lambda: [Settings(i) for i in range(20_001)], id="objects"),
+        pytest.param(lambda: [(i,) for i in range(20_001)], id="plain"),
+        pytest.param(lambda: list(range(500_000)), id="items"),
+        pytest.param(lambda: np.zeros(300_000_000, np.int8), id="bytes"),
+    ],
+)
+def test_more_than_can_be_looked_at_runs_natively(llama: PreTrainedModel, many: Callable[[], Any]) -> None:
+    llama.model.many = many()
     with hf_cb.continuous_batching(llama) as engine:
         assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), plain(llama))
         assert ["more than" in reason for reason in engine.stats().native_calls] == [True]

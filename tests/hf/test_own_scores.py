@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import models
 import pytest
 import seam
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_cb
+from hf_cb import GenerationHandle
 
 NEW = 6
 PROMPTS = [row[None] for row in seam.prompts(6, 17)]
@@ -124,3 +126,27 @@ def test_nan_in_scores_that_are_suppressed(options: dict[str, Any]) -> None:
             bad.result()
         assert isinstance(raised.value.__cause__, RuntimeError if options["do_sample"] else FloatingPointError)
         assert list(good[0].result().tokens) == want[0][6:]
+
+
+def test_a_row_that_is_cancelled_keeps_nobody(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of its call would wait for its end, and get to their limit."""
+    handles: list[GenerationHandle] = []
+    with hf_cb.continuous_batching(llama) as engine:
+        submit = engine.submit_all
+        monkeypatch.setattr(engine, "submit_all", lambda requests: handles.extend(submit(requests)) or handles)
+
+        class Cancels(LogitsProcessor):
+            supports_continuous_batching = True
+
+            def __call__(self, ids: Any, scores: Any) -> Any:
+                if ids.shape[1] == 6:
+                    handles[1].cancel()
+                return scores
+
+        options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": 5, "pad_token_id": 0}
+        ids = torch.tensor([[1, 2, 3], [4, 9, 6], [7, 8, 9]])
+        with pytest.raises(hf_cb.RequestCancelledError):
+            llama.generate(ids, max_new_tokens=300, min_new_tokens=300, logits_processor=[Cancels()], **options)
+        while engine.stats().blocks_used:
+            time.sleep(0.01)
+        assert engine.stats().steps < 20

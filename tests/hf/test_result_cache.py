@@ -14,6 +14,7 @@ import models
 import pytest
 import seam
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import hf_cb
@@ -86,6 +87,17 @@ def test_other_layers(name: str) -> None:
         turns(duo, BATCH, last_alone=True)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_keys_under_the_mask(name: str) -> None:
+    """Eager attention makes a padding token the mean of all tokens of its forward."""
+    with seam.duo(name) as duo:
+        for model in (duo.plain, duo.served):
+            model.set_attn_implementation("eager")
+        got, want = same_result(duo, **BATCH, **DICT, max_new_tokens=NEW)
+        same_cache(got.cache, want.cache)
+        turns(duo, BATCH, last_alone=True)
+
+
 def test_none_without_a_cache(duo: seam.Duo) -> None:
     got, want = same_result(duo, **PROMPT, **DICT, use_cache=False, max_new_tokens=NEW)
     assert got.cache is want.cache is None
@@ -108,6 +120,14 @@ def test_what_is_done_to_it(duo: seam.Duo) -> None:
 def test_inference_mode(duo: seam.Duo) -> None:
     with torch.inference_mode():
         got, want = same_result(duo, **PROMPT, **DICT, max_new_tokens=NEW)
+    same_cache(got.cache, want.cache)
+
+
+def test_modes_of_the_reader(duo: seam.Duo) -> None:
+    """They are not the call's: one would have made fakes of the keys and values."""
+    got, want = same_result(duo, **PROMPT, **DICT, max_new_tokens=NEW)
+    with FakeTensorMode():
+        assert len(got.cache.layers) == len(want.cache.layers)
     same_cache(got.cache, want.cache)
 
 

@@ -21,6 +21,7 @@ FILE = """
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 import hf_cb.continuous
 
@@ -37,10 +38,20 @@ def answer(model, **options):
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, **options)
 
 
+class Closed(BaseStreamer):
+    def put(self, value):
+        raise RuntimeError("closed")
+
+    def end(self):
+        pass
+
+
 def test_right(model):
     assert answer(model).shape == (1, 10)
     answer(model, do_sample=True)
     answer(model, position_ids=torch.arange(1, 8)[None])  # natively
+    with pytest.raises(RuntimeError, match="closed"):
+        answer(model, streamer=Closed())
 
 
 def test_wrong(model, monkeypatch):
@@ -58,8 +69,8 @@ def test_calls_are_compared_whatever_the_test_looks_at(tmp_path: Path, capsys: p
     status = command.main(["--transformers", str(tmp_path / "tests"), "--files", "test_fake.py"])
     shown = capsys.readouterr().out
     row = next(line.split() for line in shown.splitlines() if line.startswith("test_fake.py"))
-    assert row == ["test_fake.py", "2", "2", "2", "3", "1", "1", "1", "differ"]
-    assert "3 calls were served, each repeated plainly and compared; 1 ran natively, of which\n1 were made again" in shown
+    assert row == ["test_fake.py", "2", "2", "2", "4", "1", "1", "1", "differ"]
+    assert "4 calls were served, each repeated plainly and compared; 1 ran natively, of which\n1 were made again" in shown
     assert "DIFFERS: tests/test_fake.py::test_wrong\n  a call's tokens: [[6, 7, 8" in shown
     assert "1 differences, and 0 more that are expected" in shown
     assert status == 1
