@@ -265,7 +265,7 @@ def test_chats_at_once(duo: seam.Duo) -> None:
 
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "other ids": ("other tokens", {"input_ids": torch.full((3, 20), 7), "attention_mask": torch.ones(3, 20, dtype=torch.long)}),
-    "go on from": ("other rows", {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones(1, 15, dtype=torch.long)}),
+    "go on from": ("go on from", {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones(1, 15, dtype=torch.long)}),
     "another mask": ("another mask", {"input_ids": TURN[:, :1], "attention_mask": torch.ones(3, 15, dtype=torch.long)}),
 }
 
