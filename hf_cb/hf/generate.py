@@ -148,6 +148,10 @@ def _requests(engine: Engine, call: Call, seed: int | None) -> list[Request]:
         seed = served.draw_seed() if (own := errand.current()) is None else own.seed
     make = beam_requests if mode in _BEAMS else _row_requests
     requests = make(call, seed or 0, served.vocab_size)
+    end_together = _company_of(requests) is not None or (mode in _BEAMS and call.config.return_dict_in_generate)
+    if end_together and sum(request.width for request in requests) > served.config.max_batch_size:
+        # Those that run would go on and on for those that have no seat.
+        raise GoNativeError("more rows that end together than run at a time")
     for request in requests:
         limit = served.max_positions
         if limit is not None and request.max_tokens > limit and (len(request.prompt) <= limit or served.stretches):

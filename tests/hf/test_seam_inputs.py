@@ -142,6 +142,14 @@ def test_generate_looks_like_the_original(duo: seam.Duo) -> None:
     assert duo.served.generate.__name__ == "generate"
 
 
+def test_more_rows_that_end_together_than_seats() -> None:
+    scores = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": NEW}
+    for seats, native in ((len(ROWS), None), (len(ROWS) - 1, "than run at a time")):
+        with seam.duo(options={"max_batch_size": seats}, eos_token_id=[5, 60, 90], pad_token_id=0) as made:
+            made.same(**seam.left_padded(ROWS), **scores, native=native)
+            made.same(**seam.left_padded(ROWS[:-1]), **scores)
+
+
 def test_token_types_that_are_all_zero() -> None:
     """ELECTRA adds its first type's embedding with and without them; GPT-2 adds the first token's, but for None."""
     ids, zeros = ROWS[0][None], torch.zeros_like(ROWS[0])[None]
