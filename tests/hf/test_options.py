@@ -223,7 +223,7 @@ APART: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", [{}, {"max_batch_size": 3}, {"max_batch_tokens": 8}], ids=str)
+@pytest.mark.parametrize("engine", [{}, {"max_batch_size": 8, "num_blocks": 5}, {"max_batch_tokens": 8}], ids=str)
 def test_scores_of_rows_that_end_apart(duo: seam.Duo, engine: dict[str, Any]) -> None:
     """Eight rows, at different paces, go on with pad tokens until the last has ended, and no further."""
     rows = seam.left_padded(seam.prompts(6, 9, 3, 4, 12, 5, 7, 2))
