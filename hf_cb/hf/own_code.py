@@ -12,24 +12,20 @@ from torch import nn
 from hf_cb.hf.twin import read_all
 
 # What is known of these: a forward of theirs gives what it is given and what its module holds.
-_COMPANIONS = frozenset(
-    (
-        *("transformers", "torch", "peft", "accelerate", "kernels"),
-        *(
-            "bitsandbytes",
-            "optimum",
-            "torchao",
-            "gptqmodel",
-            "awq",
-            "hqq",
-            "aqlm",
-            "eetq",
-            "vptq",
-            "compressed_tensors",
-            "quark",
-        ),
-    )
+_QUANTISERS = (
+    "aqlm",
+    "awq",
+    "bitsandbytes",
+    "compressed_tensors",
+    "eetq",
+    "gptqmodel",
+    "hqq",
+    "optimum",
+    "quark",
+    "torchao",
+    "vptq",
 )
+_COMPANIONS = frozenset(("transformers", "torch", "peft", "accelerate", "kernels", *_QUANTISERS))
 _DECORATORS = frozenset(("torch.utils._contextlib", "contextlib"))
 
 
