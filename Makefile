@@ -26,7 +26,7 @@ test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m demo.packaged_model
-	$(BIN)/python -m hf_cb.attention.native
+	$(BIN)/python -m hf_cb.kernels
 	$(BIN)/python -m pytest $(ARGS)
 
 hf-tests: $(VENV)/.demo ## transformers' own generation tests, plain and with hf_cb, in an environment of its own (1.5 GB; HF_TESTS=a checkout of transformers, PEFT_TESTS=one of PEFT, ARGS=more options)

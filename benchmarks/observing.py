@@ -31,12 +31,11 @@ import hf_cb
 from benchmarks import machine
 from demo.packaged_model import load
 from hf_cb import worker
-from hf_cb.histogram import Histogram
-from hf_cb.machinery import Machinery
+from hf_cb.engine_core import EngineCore
 from hf_cb.metrics.collector import EngineCollector
 from hf_cb.metrics.logs import RequestLog, log_as_json
 from hf_cb.metrics.spans import RequestTracer
-from hf_cb.stats import Meter
+from hf_cb.stats import Histogram, Meter
 
 _METER = ("add", "add_admission", "add_first_token", "add_next_token", "add_request")  # what the engine's thread calls
 
@@ -148,7 +147,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             with observed(engine, None):
                 turns["observed"].append(run(engine, args)[0])
         clock, steps = Clock(), Clock()
-        with replaced(Machinery, "step", steps.around(Machinery.step)), observed(engine, clock):
+        with replaced(EngineCore, "step", steps.around(EngineCore.step)), observed(engine, clock):
             num_steps = run(engine, args)[1]
     medians = {name: statistics.median(steps) for name, steps in turns.items()}
     return {

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_cb.core.output import Emission
-from hf_cb.deadlines import Deadlines
+from hf_cb.engine_core import Admission
 from hf_cb.errors import HFCBError, InvalidArgumentError
 from hf_cb.handle import OutputQueue
-from hf_cb.machinery import Admission
+from hf_cb.limits import Deadlines
 from hf_cb.request import FinishReason
 from hf_cb.stats import Meter
 from hf_cb.watch import tell_ended

@@ -17,9 +17,9 @@ from hf_cb.blocking import holding
 from hf_cb.config import CBConfig
 from hf_cb.engine import Engine
 from hf_cb.errors import NotInstalledError
-from hf_cb.hf import errand
-from hf_cb.hf.seeds import seeded
-from hf_cb.hf.tokenizing import tokenizing
+from hf_cb.hf.calls import background
+from hf_cb.hf.calls.seeds import seeded
+from hf_cb.hf.calls.tokenizing import tokenizing
 from hf_cb.request import Service
 
 _live: weakref.WeakSet[GenerationBackend] = weakref.WeakSet()
@@ -80,7 +80,7 @@ class GenerationBackend(abc.ABC):
             with tokenizing():  # others may be using it, and this call can't be made to wait for the lock where it does
                 arguments = {**arguments, "tokenizer": copy.deepcopy(tokenizer)}
         with holding(self._plain_lock):
-            if (own := errand.current()) is not None:
+            if (own := background.current()) is not None:
                 own.check()
                 seed = own.seed if seed is None else seed
             if seed is None:

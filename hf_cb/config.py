@@ -58,10 +58,6 @@ class CBConfig:
     """Device memory for CUDA graphs of decode steps, in bytes or as "1GiB"; 0 for none. By default up to an eighth of what is
     free beside the KV cache, at most 2 GiB. They serve where the attention's kernels may be captured, on one device."""
 
-    compile: bool = False
-    """Whether torch.compile makes one kernel of the small operations in the model's layers. Takes half a minute and more when
-    the model is installed, and a C++ compiler on a CPU."""
-
     max_queue_size: int | None = None
     """The most requests that may wait; one more raises EngineOverloadedError. None: any number."""
 
@@ -116,8 +112,6 @@ class CBConfig:
             raise InvalidArgumentError(f"kv_dtype: takes {', '.join(_KV_DTYPES)}; got {self.kv_dtype!r}")
         if self.policy not in _POLICIES and (isinstance(self.policy, str) or not callable(self.policy)):
             raise InvalidArgumentError(f"policy: takes {', '.join(_POLICIES)}, or a class; got {self.policy!r}")
-        if not isinstance(self.compile, bool):
-            raise InvalidArgumentError(f"compile: takes True or False; got {self.compile!r}")
         if self.prefix_cache not in ("always",) and not isinstance(self.prefix_cache, bool):
             raise InvalidArgumentError(f"prefix_cache: takes True, False or 'always'; got {self.prefix_cache!r}")
         if not isinstance(self.overlap, bool | None):

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -17,24 +17,45 @@ from hf_cb.config import CBConfig
 from hf_cb.engine import Engine, Served
 from hf_cb.errors import EngineClosedError, UnsupportedCallError, UnsupportedModelError
 from hf_cb.hf.build import build
-from hf_cb.hf.fingerprint import Books, Fingerprint
-from hf_cb.hf.generate import generate
-from hf_cb.hf.held import joined
-from hf_cb.hf.modes import undisturbed
-from hf_cb.hf.native import why_native
-from hf_cb.hf.result_cache import Origin
-from hf_cb.hf.rules import GoNativeError
+from hf_cb.hf.calls.generate import generate
+from hf_cb.hf.calls.modes import undisturbed
+from hf_cb.hf.calls.native import why_native
+from hf_cb.hf.calls.result_cache import Origin
+from hf_cb.hf.calls.rules import GoNativeError
 from hf_cb.hf.support import UnservableError
-from hf_cb.hf.tensor_parallel import is_split
-from hf_cb.hf.twin import shared_tensors
-from hf_cb.hf.weights import Marks
+from hf_cb.hf.twins.fingerprint import Books, Fingerprint
+from hf_cb.hf.twins.held import joined
+from hf_cb.hf.twins.tensor_parallel import is_split
+from hf_cb.hf.twins.twin import shared_tensors
+from hf_cb.hf.twins.weights import Marks
 from hf_cb.request import Service
-from hf_cb.runtime.threads import release_pool
-from hf_cb.shared_look import SharedLook
+from hf_cb.runtime.openmp import release_pool
 
 logger = logging.getLogger("hf_cb")
 
 _ROWS_IN_FLIGHT = 128  # of one caller with many: enough for full batches, few enough for a thread each
+
+
+class SharedLook:
+    """One look at something that may change serves all callers who came before it began.
+
+    For looks that take milliseconds and that many threads want at once: of fifty, two look and the rest wait.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal's handler, or a finalizer, may call in the middle of a look
+        self._begun = 0  # looks
+        self._seen: bool | None = None  # by the latest; None: it raised
+
+    def __call__(self, look: Callable[[], bool]) -> bool:
+        """What `look`, the same one for all callers, sees between call and return. Raises what one's own look raises."""
+        before = self._begun  # a look that is under way may have passed already what has just been changed
+        with self._lock:
+            if self._begun == before or self._seen is None:
+                self._begun += 1
+                self._seen = None
+                self._seen = look()
+            return self._seen
 
 
 class ContinuousBatchingBackend(GenerationBackend):

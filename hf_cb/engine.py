@@ -8,10 +8,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from hf_cb.admission import QueueLimits
 from hf_cb.config import CBConfig, ResolvedConfig
+from hf_cb.engine_core import EngineCore
 from hf_cb.errors import (
     EngineClosedError,
     InvalidArgumentError,
@@ -20,38 +20,28 @@ from hf_cb.errors import (
     UnsupportedModelError,
 )
 from hf_cb.handle import GenerationHandle, GenerationResult, OutputQueue
-from hf_cb.machinery import Machinery
+from hf_cb.limits import QueueLimits
 from hf_cb.options import Defaults, check_seed, make_request
 from hf_cb.request import Request
-from hf_cb.runtime.threads import release_pool
+from hf_cb.runtime.openmp import release_pool
 from hf_cb.stats import EngineStats, Meter, StepRecord
 from hf_cb.watch import RequestWatcher, tell_submitted
 from hf_cb.worker import Worker
-
-
-class Compiled(Protocol):
-    """What torch.compile made of a model."""
-
-    @property
-    def reason(self) -> str:
-        """What became of CBConfig.compile, in a few words."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model in service: what the worker drives, and what a request is checked against."""
 
-    machinery: Machinery
+    core: EngineCore
     config: ResolvedConfig
     vocab_size: int
     max_positions: int | None  # that rows can share; None: no limit
-    stretches: bool  # whether plain generate goes beyond them
+    goes_beyond_positions: bool  # whether plain generate goes beyond them
     attention_backend: str
     attention_reason: str
     prefix_reason: str
     packed_bytes: int
-    compiled: Compiled
     zeros_are_none: frozenset[str]  # arguments of generate() that mean nothing where they are all zeros
     defaults: Callable[[], Defaults] = field(repr=False)
     draw_seed: Callable[[], int] = field(repr=False)
@@ -86,7 +76,7 @@ class Engine:
             self._start(served)
 
     def _start(self, served: Served) -> None:
-        self._worker = Worker(served.machinery, self._meter, self._limits)
+        self._worker = Worker(served.core, self._meter, self._limits)
         # The thread holds the worker, not the engine: an engine nobody holds any more ends its thread.
         weakref.finalize(self, _close_quietly, self._worker).atexit = False
 
@@ -171,17 +161,17 @@ class Engine:
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether other processes have parts of the model."""
-        return self._served is not None and self._served.machinery.lockstep is not None
+        return self._served is not None and self._served.core.lockstep is not None
 
     def follow(self) -> None:
         """Rank 1 and up of a tensor-parallel model: compute what rank 0 schedules, until its engine is shut down.
 
         Raises EngineDeadError when that engine dies, or a rank is lost.
         """
-        lockstep = self.served().machinery.lockstep
+        lockstep = self.served().core.lockstep
         if lockstep is None or lockstep.leads:
             raise UnsupportedCallError("follow: is for the ranks other than 0 of a tensor-parallel model")
-        self.served().machinery.follow()
+        self.served().core.follow()
 
     def check(self, request: Request) -> None:
         """Refuse what could never be served: the ids, the model's positions, the block pool."""
@@ -198,11 +188,11 @@ class Engine:
         for token, _ in request.sampling.logit_bias:
             if token >= served.vocab_size:
                 raise InvalidArgumentError(f"logit_bias: takes token ids from 0 to {served.vocab_size - 1}; got {token}")
-        served.machinery.scheduler.check_fits(request)
+        served.core.scheduler.check_fits(request)
 
     def submit_all(self, requests: Sequence[Request]) -> list[GenerationHandle]:
         """Queue validated requests, all or none."""
-        lockstep = self.served().machinery.lockstep
+        lockstep = self.served().core.lockstep
         if lockstep is not None and not lockstep.leads:
             raise UnsupportedCallError(f"rank {lockstep.rank} of {lockstep.size} follows: rank 0 takes the requests")
         worker = self._worker
@@ -226,19 +216,19 @@ class Engine:
         served, worker, meter = self._served, self._worker, self._meter
         with self._lock:
             native = dict(self._native_calls)
-        machinery = None if worker is None else worker.machinery
-        graphs = None if machinery is None else machinery.runner.graphs
+        core = None if worker is None else worker.core
+        graphs = None if core is None else core.runner.graphs
         return EngineStats(
-            running=machinery.scheduler.num_running if machinery else 0,
-            waiting=machinery.scheduler.num_waiting if machinery else 0,
+            running=core.scheduler.num_running if core else 0,
+            waiting=core.scheduler.num_waiting if core else 0,
             steps=meter.steps,
             prompt_tokens=meter.prompt_tokens,
             output_tokens=meter.output_tokens,
             preemptions=meter.preemptions,
             swaps=meter.swaps,
             finished=dict(meter.finished),
-            num_blocks=machinery.cache.num_blocks if machinery else 0,
-            blocks_used=machinery.scheduler.blocks_used if machinery else 0,
+            num_blocks=core.cache.num_blocks if core else 0,
+            blocks_used=core.scheduler.blocks_used if core else 0,
             step_seconds=meter.step_seconds,
             model_seconds=meter.model_seconds,
             mean_batch_size=meter.rows / max(1, meter.steps),
@@ -251,7 +241,6 @@ class Engine:
             packed_bytes=served.packed_bytes if served else 0,
             graphs=graphs.count if graphs is not None else 0,
             graph_reason=graphs.reason if graphs is not None else self._reason or "none were asked for",
-            compile_reason=served.compiled.reason if served else self._reason or "",
             prefix_reason=served.prefix_reason if served else self._reason or "",
             admitted_tokens=meter.admitted_tokens,
             rejected=meter.rejected,
@@ -316,7 +305,7 @@ class Engine:
     def max_tokens(self) -> int:
         """The most tokens that a prompt and its output may have together: what the model's positions and the KV cache hold."""
         served = self.served()
-        room = served.machinery.scheduler.max_tokens
+        room = served.core.scheduler.max_tokens
         return room if served.max_positions is None else min(room, served.max_positions)
 
     @property
@@ -342,7 +331,7 @@ class Engine:
     def serve(self, served: Served | None, reason: str | None = None) -> None:
         """Go on with a rebuilt twin (or without one): for what was submitted before, the old one still counts."""
         if served is not None and self._worker is not None:
-            self._worker.replace(served.machinery)
+            self._worker.replace(served.core)
         elif served is not None:
             self._start(served)
         self._served, self._reason = served, reason

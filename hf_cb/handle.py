@@ -186,8 +186,8 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class Server(Protocol):
-    """Who answers a request: the worker, as far as a handle needs it."""
+class RequestOwner(Protocol):
+    """What a handle needs of the worker, which answers its request."""
 
     def abort(self, request_id: int) -> None:
         """Cancel a request."""
@@ -205,11 +205,11 @@ class GenerationHandle:
     A handle that is dropped before its request ended cancels the request: nobody could read it any more.
     """
 
-    def __init__(self, queue: OutputQueue, server: Server) -> None:
+    def __init__(self, queue: OutputQueue, owner: RequestOwner) -> None:
         self._queue = queue
-        self._server = server
+        self._owner = owner
         # `forget` must not take a lock: the collector may run it on any thread, at any point.
-        self._dropped = weakref.finalize(self, server.forget, queue.request.request_id)
+        self._dropped = weakref.finalize(self, owner.forget, queue.request.request_id)
         self._dropped.atexit = False
 
     @property
@@ -250,7 +250,7 @@ class GenerationHandle:
     def cancel(self) -> None:
         """Ask the engine to stop it at the next step; from any thread, in any state. One that has ended stays as it is."""
         if not self.done:
-            self._server.abort(self.request_id)
+            self._owner.abort(self.request_id)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end.
@@ -290,7 +290,7 @@ class GenerationHandle:
 
     def _refuse_own_thread(self, name: str) -> None:
         if not self.done:
-            self._server.refuse_own_thread(name)
+            self._owner.refuse_own_thread(name)
 
     async def __aiter__(self) -> AsyncIterator[int]:
         """Each token as it comes; cancelling the task cancels the request."""

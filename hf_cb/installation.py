@@ -22,10 +22,10 @@ from hf_cb.config import CBConfig
 from hf_cb.continuous import ContinuousBatchingBackend
 from hf_cb.engine import Engine
 from hf_cb.errors import AlreadyInstalledError, InvalidArgumentError, NotInstalledError, UnsupportedModelError
-from hf_cb.hf.generate import call_arguments
-from hf_cb.hf.pipeline import ServedPipeline, model_of, restore_pipeline, serve_pipeline
+from hf_cb.hf.calls.generate import call_arguments
+from hf_cb.hf.pipelines.pipeline import ServedPipeline, model_of, restore_pipeline, serve_pipeline
 from hf_cb.options import check_seed, make_service
-from hf_cb.runtime.threads import release_pool
+from hf_cb.runtime.openmp import release_pool
 
 ENTRY_POINT_GROUP = "hf_cb.backends"
 

@@ -23,11 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_cb.admission import QueueLimits
 from hf_cb.answers import Answers, Ending
 from hf_cb.blocking import block
 from hf_cb.core.output import Emission
-from hf_cb.deadlines import has_passed
+from hf_cb.engine_core import EngineCore
 from hf_cb.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -37,7 +36,7 @@ from hf_cb.errors import (
     failure_of,
 )
 from hf_cb.handle import OutputQueue
-from hf_cb.machinery import Machinery
+from hf_cb.limits import QueueLimits, has_passed
 from hf_cb.request import FinishReason
 from hf_cb.runtime.model_runner import DEVICE_LOST
 from hf_cb.stats import Meter
@@ -47,21 +46,21 @@ logger = logging.getLogger("hf_cb")
 
 @dataclass(slots=True)
 class _Replacement:
-    """A barrier in the inbox: what came before ends on the old machinery, what comes after starts on the new."""
+    """A barrier in the inbox: what came before ends on the old core, what comes after starts on the new."""
 
-    machinery: Machinery
+    core: EngineCore
     done: threading.Event
 
 
 class Worker:
     """One thread that turns requests into tokens. All public methods may be called from any thread."""
 
-    def __init__(self, machinery: Machinery, meter: Meter, limits: QueueLimits | None = None) -> None:
+    def __init__(self, core: EngineCore, meter: Meter, limits: QueueLimits | None = None) -> None:
         """`meter`: the engine's, which outlives a worker; nobody else writes to it while this one lives."""
-        self.machinery = machinery
+        self.core = core
         self._limits = limits or QueueLimits()
         self._meter = meter
-        self._counted = (0, 0)  # preemptions and swaps of this machinery that the meter has
+        self._counted = (0, 0)  # preemptions and swaps of this core that the meter has
         self._make_lock()
         # Guarded by _lock:
         self._inbox: deque[OutputQueue | _Replacement] = deque()
@@ -93,7 +92,7 @@ class Worker:
         self.refuse_own_thread("submit")
         with self._lock:
             self._check_open()
-            scheduler = self.machinery.scheduler
+            scheduler = self.core.scheduler
             waiting = len(self._inbox) + scheduler.num_waiting
             num_new = sum(queue.request.width for queue in queues)
             try:
@@ -132,8 +131,8 @@ class Worker:
         """The same for a dropped handle: takes no lock and wakes nobody, so that a finalizer may call it anywhere."""
         self._forgotten.append(request_id)
 
-    def replace(self, machinery: Machinery) -> None:
-        """Go on with other machinery once all that was submitted before has ended; returns when it is in place."""
+    def replace(self, core: EngineCore) -> None:
+        """Go on with another core once all that was submitted before has ended; returns when it is in place."""
         self.refuse_own_thread("replace")
         if self.is_paused_by_caller:
             raise UnsupportedCallError("pause: the model has changed inside of it, and this call would wait for its end")
@@ -141,9 +140,9 @@ class Worker:
         with self._lock:
             self._check_open()
             if self._thread is None:
-                self.machinery = machinery
+                self.core = core
                 return
-            self._inbox.append(_Replacement(machinery, done))
+            self._inbox.append(_Replacement(core, done))
             self._changed.notify_all()
         block(done.wait)
         with self._lock:
@@ -198,7 +197,7 @@ class Worker:
             self._changed.notify_all()
             thread = self._thread
         if thread is None:
-            self.machinery.end()
+            self.core.end()
         elif thread is not threading.current_thread():
             block(functools.partial(_join, thread), timeout)
 
@@ -220,10 +219,10 @@ class Worker:
             while self._await_work():
                 self._take_in()
                 self._expire()
-                if not self._parked and self.machinery.has_work:
+                if not self._parked and self.core.has_work:
                     self._step()
             self._end_all(EngineClosedError("the engine was shut down before this request ended"))
-            self.machinery.end()
+            self.core.end()
         except BaseException as error:
             self._die(error)
 
@@ -231,10 +230,10 @@ class Worker:
         """Sleep while there is nothing to do. False: the thread is to end. Sets `_parked` while a pause holds."""
         with self._lock:
             while True:
-                busy = self.machinery.has_work
+                busy = self.core.has_work
                 if self._closing == "now" or (self._closing and not busy and not self._inbox):
                     return False
-                self._parked = self._pauses > 0 and not self._closing and not self.machinery.is_underway
+                self._parked = self._pauses > 0 and not self._closing and not self.core.is_underway
                 if self._parked:
                     self._park()
                 if self._inbox_is_ready() or self._aborts or (busy and not self._parked):
@@ -246,16 +245,16 @@ class Worker:
     def _park(self) -> None:
         """A pause holds: tell those who wait for it. With the lock held."""
         if self._release_kv:
-            self.machinery.release_kv()
+            self.core.release_kv()
             self._count_preemptions()
             self._release_kv = False
         self._changed.notify_all()
 
     def _inbox_is_ready(self) -> bool:
-        """A replacement at the head waits until the old machinery is idle, and so does all that stands behind it."""
+        """A replacement at the head waits until the old core is idle, and so does all that stands behind it."""
         if not self._inbox:
             return False
-        return not isinstance(self._inbox[0], _Replacement) or not self.machinery.has_work
+        return not isinstance(self._inbox[0], _Replacement) or not self.core.has_work
 
     def _take_in(self) -> None:
         """Empty the inbox as far as a barrier allows, then apply the aborts.
@@ -275,12 +274,12 @@ class Worker:
             aborts, self._aborts = set(self._aborts), []
             while self._forgotten:
                 aborts.add(self._forgotten.popleft())
-            for item in list(self._inbox):  # behind a barrier: the machinery has not seen it
+            for item in list(self._inbox):  # behind a barrier: the engine core has not seen it
                 if isinstance(item, OutputQueue) and (ending := _early_end(item, aborts)) is not None:
                     self._endings.append(ending)
                     self._inbox.remove(item)
         if forget:
-            self.machinery.forget_prefixes()
+            self.core.forget_prefixes()
         while self._endings:
             ending = self._endings[-1]
             self._for_one(ending.queue, self._end, ending.reason, ending.error)
@@ -289,16 +288,16 @@ class Worker:
             self._for_one(self._answers.get(request_id), self._end, FinishReason.CANCELLED)
 
     def _exchange(self, replacement: _Replacement) -> None:
-        self.machinery = replacement.machinery
+        self.core = replacement.core
         self._counted = (0, 0)
         replacement.done.set()
 
     def _add(self, queue: OutputQueue) -> None:
-        """Let the machinery know a request. What that raises ends this one alone: also InvalidArgumentError, where it was
-        checked against machinery that was replaced since, by one with fewer blocks."""
+        """Let the engine core know a request. What that raises ends this one alone: also InvalidArgumentError, where it was
+        checked against a core that was replaced since, by one with fewer blocks."""
         try:
             self._answers.open(queue)
-            self.machinery.add(queue.request)
+            self.core.add(queue.request)
         except BaseException as error:
             self._endings.append(self._blame(queue, error))
 
@@ -310,7 +309,7 @@ class Worker:
         if not is_for_admission:
             self._end(queue, FinishReason.TIMEOUT)
         elif queue.admitted_at is None:
-            scheduler = self.machinery.scheduler
+            scheduler = self.core.scheduler
             waiting, running = scheduler.num_waiting, scheduler.num_running
             error = self._limits.never_admitted(queue.request.request_id, waiting, running)
             self._end(queue, FinishReason.TIMEOUT, error)
@@ -335,8 +334,8 @@ class Worker:
         """Give a request's blocks back, if the scheduler has not ended it itself, and answer it."""
         request_id = queue.request.request_id
         if self._answers.get(request_id) is queue:
-            self.machinery.scheduler.abort(request_id, reason)
-            self.machinery.runner.remove(request_id)
+            self.core.scheduler.abort(request_id, reason)
+            self.core.runner.remove(request_id)
         self._answers.close(Ending(queue, reason, error))
 
     def _blame(self, queue: OutputQueue, error: BaseException) -> Ending:
@@ -350,7 +349,7 @@ class Worker:
         return Ending(queue, FinishReason.FAILED, error)
 
     def _step(self) -> None:
-        outcome = self.machinery.step(ahead=not self._pauses)  # a pause waits for what is underway
+        outcome = self.core.step(ahead=not self._pauses)  # a pause waits for what is underway
         now = time.perf_counter()
         self._meter.add(outcome.record)
         self._count_preemptions()
@@ -368,7 +367,7 @@ class Worker:
 
     def _count_preemptions(self) -> None:
         """By what is new since the last time: a scheduler's own counts end with it."""
-        scheduler, (preemptions, swaps) = self.machinery.scheduler, self._counted
+        scheduler, (preemptions, swaps) = self.core.scheduler, self._counted
         self._counted = (scheduler.num_preemptions, scheduler.num_swaps)
         self._meter.preemptions += scheduler.num_preemptions - preemptions
         self._meter.swaps += scheduler.num_swaps - swaps
@@ -384,7 +383,7 @@ class Worker:
         error.__cause__ = cause
         with contextlib.ExitStack() as last:  # all three, the last one first, whatever one of them raises
             last.callback(logger.error, "the engine died", exc_info=cause)
-            last.callback(self.machinery.end, str(error))
+            last.callback(self.core.end, str(error))
             last.callback(self._end_all, error)
 
     def _end_all(self, error: HFCBError) -> None:
@@ -423,7 +422,7 @@ class Worker:
 
 
 def _early_end(queue: OutputQueue, aborts: set[int]) -> Ending | None:
-    """The end of a request that no machinery has seen, or None."""
+    """The end of a request that no engine core has seen, or None."""
     if queue.request.request_id in aborts:
         return Ending(queue, FinishReason.CANCELLED)
     return Ending(queue, FinishReason.TIMEOUT) if has_passed(queue) else None

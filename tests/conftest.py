@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from hf_cb import worker as worker_module
 from hf_cb.core.scheduler import Scheduler
+from hf_cb.engine_core import EngineCore
 from hf_cb.handle import OutputQueue
-from hf_cb.machinery import Machinery
 from hf_cb.worker import Worker
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what runs in its background
@@ -56,14 +56,14 @@ class _Watch:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.before = {worker for worker in worker_module._workers if worker.is_open}  # of fixtures that outlive the test
-        self.schedulers: list[Scheduler] = [worker.machinery.scheduler for worker in self.before]
+        self.schedulers: list[Scheduler] = [worker.core.scheduler for worker in self.before]
         self.queues: list[OutputQueue] = []
         self._dead: list[Scheduler] = []  # what a dead engine held is gone with it
         init, submit, replace, die = Worker.__init__, Worker.submit, Worker.replace, Worker._die
 
-        def note_init(worker: Worker, machinery: Machinery, *args: object) -> None:
-            self.schedulers.append(machinery.scheduler)
-            init(worker, machinery, *args)
+        def note_init(worker: Worker, core: EngineCore, *args: object) -> None:
+            self.schedulers.append(core.scheduler)
+            init(worker, core, *args)
 
         def note_submit(worker: Worker, queues: Sequence[OutputQueue]) -> None:
             submit(worker, queues)
@@ -71,12 +71,12 @@ class _Watch:
             if len(self.queues) > 1000:  # a soak's: what has ended need not be kept
                 self.queues = [queue for queue in self.queues if queue.finish_reason is None]
 
-        def note_replace(worker: Worker, machinery: Machinery) -> None:
-            self.schedulers.append(machinery.scheduler)
-            replace(worker, machinery)
+        def note_replace(worker: Worker, core: EngineCore) -> None:
+            self.schedulers.append(core.scheduler)
+            replace(worker, core)
 
         def note_die(worker: Worker, cause: BaseException) -> None:
-            self._dead.append(worker.machinery.scheduler)
+            self._dead.append(worker.core.scheduler)
             die(worker, cause)
 
         patch.setattr(Worker, "__init__", note_init)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_cb import continuous
-from hf_cb.hf import native
+from hf_cb.hf.calls import native
 from hf_cb.worker import Worker
 
 KIND = "far"

@@ -10,7 +10,7 @@ import models
 
 import hf_cb
 from hf_cb.cli import main as cli
-from hf_cb.hf import fates
+from hf_cb.hf.calls import option_table
 from hf_cb.metrics import catalog
 
 README = Path(__file__).parents[1] / "README.md"
@@ -55,7 +55,12 @@ def between_marks(text: str, name: str) -> str:
 
 def main() -> None:
     text = README.read_text()
-    tables = {"options": fates.markdown(), "models": model_table(), "metrics": catalog.markdown(), "commands": command_table()}
+    tables = {
+        "options": option_table.markdown(),
+        "models": model_table(),
+        "metrics": catalog.markdown(),
+        "commands": command_table(),
+    }
     for name, table in tables.items():
         before = between_marks(text, name)
         text = text.replace(f"<!-- {name} -->\n{before}\n", f"<!-- {name} -->\n{table}\n")

@@ -138,7 +138,7 @@ def test_a_wrapped_generate(llama: PreTrainedModel) -> None:
         hf_cb.install(llama)
     assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)
     assert engine.stats().output_tokens == NEW
-    cache = weakref.ref(engine._worker.machinery.cache)
+    cache = weakref.ref(engine._worker.core.cache)
     hf_cb.uninstall(llama)
     assert vars(llama)["generate"] is wrapper  # the user's
     assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)

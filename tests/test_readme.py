@@ -9,13 +9,13 @@ import pytest
 import tables
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_cb.hf import fates
+from hf_cb.hf.calls import option_table
 
 README = tables.README.read_text()
 
 
 def test_option_table() -> None:
-    assert tables.between_marks(README, "options") == fates.markdown(), "run: python tests/tables.py"
+    assert tables.between_marks(README, "options") == option_table.markdown(), "run: python tests/tables.py"
 
 
 def test_model_table() -> None:
@@ -29,7 +29,7 @@ def test_command_table() -> None:
 def test_every_option_of_this_transformers_has_a_fate() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     parameters = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
-    assert fields | parameters <= fates.FATES.keys()
+    assert fields | parameters <= option_table.FATES.keys()
 
 
 @pytest.mark.timeout(300)  # a cold cache prepares the model first

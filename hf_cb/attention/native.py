@@ -3,20 +3,17 @@
 The kernel (csrc/) takes the query heads of a key head together, tiles of queries against tiles of 64 keys, with a running
 softmax in float32. Tiles and splits lie at fixed positions of a row, and every product is summed in one order, so a row's bits
 depend on nothing but the row: not on its neighbours, the threads, or how its tokens were cut into chunks.
-
-`python -m hf_cb.attention.native` compiles the kernel before its first use.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import dataclass
 
 import torch
 
-from hf_cb.attention.extension import BuildError, has_matrix_unit, load
 from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.kernels.extension import BuildError, has_matrix_unit, load
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_SIZE = 1024  # kMaxHeadSize in csrc/plan.h
@@ -99,10 +96,3 @@ def arguments(step: AttentionStep, plan: object) -> tuple[torch.Tensor, ...]:
 def spec_arguments(spec: LayerSpec) -> tuple[float, int | None, int | None, float | None]:
     """Of a layer."""
     return spec.scale, spec.window, spec.chunk, spec.softcap
-
-
-if __name__ == "__main__":
-    try:
-        print(load())
-    except BuildError as failure:
-        sys.exit(str(failure))

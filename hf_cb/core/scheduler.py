@@ -13,7 +13,6 @@ from collections.abc import Sequence as Items
 
 from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.capacity import Capacity
-from hf_cb.core.draft import Draft
 from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import UNKNOWN, Emission, SchedulerOutput, StepResult
 from hf_cb.core.pacing import Pacer
@@ -21,6 +20,7 @@ from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.reach import ALL, Reach
 from hf_cb.core.running import Running
 from hf_cb.core.sequence import Sequence
+from hf_cb.core.step_plan import StepPlan
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.errors import EngineDeadError, InvalidArgumentError
 from hf_cb.request import Choice, FinishReason, Request, Status
@@ -163,11 +163,11 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true, unless a
         step is underway."""
-        draft = Draft(self._budget())
-        self._serve_running(draft)
-        if not draft.preempted and not draft.is_short:  # else who is admitted now would be the next to be preempted
-            self._admit(draft)
-        return draft.output()
+        plan = StepPlan(self._budget())
+        self._serve_running(plan)
+        if not plan.preempted and not plan.is_short:  # else who is admitted now would be the next to be preempted
+            self._admit(plan)
+        return plan.output()
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Learn how long the step of `output` took."""
@@ -258,23 +258,23 @@ class Scheduler:
             return self._max_batch_tokens
         return min(self._max_batch_tokens, singles + self._pacer.allowance())
 
-    def _serve_running(self, draft: Draft) -> None:
+    def _serve_running(self, plan: StepPlan) -> None:
         running = self._running.members()
         if self._pacer is not None:  # a prompt must not take what the budget has for the next token of the others
             running.sort(key=_lacks_one_token, reverse=True)
         for seq in running:
-            if draft.left == 0:
+            if plan.left == 0:
                 return
             if seq not in self._running:  # preempted for one before it
                 continue
-            end = min(seq.num_tokens, seq.num_computed_tokens + draft.left)
+            end = min(seq.num_tokens, seq.num_computed_tokens + plan.left)
             if end == seq.num_computed_tokens or seq.is_full:  # a beam that waits for the others, or one that is about to end
                 continue
-            copies = self._reserve_or_preempt(seq, end, draft)
+            copies = self._reserve_or_preempt(seq, end, plan)
             if copies is not None:
-                draft.grant(seq, end, copies)
+                plan.grant(seq, end, copies)
 
-    def _reserve_or_preempt(self, seq: Sequence, end: int, draft: Draft) -> tuple[tuple[int, int], ...] | None:
+    def _reserve_or_preempt(self, seq: Sequence, end: int, plan: StepPlan) -> tuple[tuple[int, int], ...] | None:
         """Blocks for `seq` up to position `end`, at the cost of the less deserving, and which of them are to be copied first.
         None: it is itself the least deserving."""
         while (copies := self._kv.reserve(seq, end)) is None:
@@ -282,16 +282,16 @@ class Scheduler:
             if victim.request_id == seq.request_id and self._num_underway:
                 # The step underway may give blocks back, its own too: those that it sees no more. Preempted, it would come to
                 # the same point again and again where the pool has but what one sequence needs.
-                draft.is_short = True
+                plan.is_short = True
                 return None
-            draft.revoke(victim)
-            draft.swap_out += self._preempt(victim, may_move=True)
+            plan.revoke(victim)
+            plan.swap_out += self._preempt(victim, may_move=True)
             if victim.request_id == seq.request_id:
                 return None
         return copies
 
-    def _admit(self, draft: Draft) -> None:
-        while draft.left > 0:
+    def _admit(self, plan: StepPlan) -> None:
+        while plan.left > 0:
             seq = self._policy.next_waiting()
             if seq is None or not self._running.has_seats_for(seq):
                 return
@@ -303,20 +303,20 @@ class Scheduler:
             if not self._kv.can_reserve(seq, seq.num_tokens, start, self._headroom() + self._kv.num_for_beams(seq)):
                 return
             if start is None:
-                draft.swap_in += self._kv.move_in(seq)
+                plan.swap_in += self._kv.move_in(seq)
             else:
                 self._kv.adopt(seq, start)
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 self._policy.charge(seq, seq.num_tokens - seq.num_cached_tokens, 0)
-                draft.cached.append((seq.request_id, seq.num_cached_tokens))
-            end = min(seq.num_tokens, seq.num_computed_tokens + draft.left)
+                plan.cached.append((seq.request_id, seq.num_cached_tokens))
+            end = min(seq.num_tokens, seq.num_computed_tokens + plan.left)
             copies = self._kv.reserve(seq, end)
             assert copies is not None  # can_reserve said so, for more
             self._policy.remove(seq)
             seq.status = Status.RUNNING
             self._running.join(seq)
-            draft.grant(seq, end, copies)
+            plan.grant(seq, end, copies)
 
     def _headroom(self) -> int:
         """Blocks to leave free for those that run, so that who is admitted is not preempted, or preempts, right away."""

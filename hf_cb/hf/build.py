@@ -22,17 +22,17 @@ from hf_cb.core.reach import Reach
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.engine import Served
+from hf_cb.engine_core import EngineCore, FollowWeights, Look
 from hf_cb.errors import InvalidArgumentError
-from hf_cb.hf.attention import set_port
-from hf_cb.hf.fingerprint import Books
-from hf_cb.hf.generate import defaults_of
-from hf_cb.hf.own_code import own_code
-from hf_cb.hf.seeds import draw_seed
+from hf_cb.hf.calls.generate import defaults_of
+from hf_cb.hf.calls.seeds import draw_seed
 from hf_cb.hf.support import Servable, UnservableError, examine
-from hf_cb.hf.tensor_parallel import lockstep_of, uneven_heads
-from hf_cb.hf.twin import merge_notes, shared_tensors
-from hf_cb.hf.weights import WeightWatch, plain_parts
-from hf_cb.machinery import FollowWeights, Look, Machinery
+from hf_cb.hf.twins.attention import set_port
+from hf_cb.hf.twins.fingerprint import Books
+from hf_cb.hf.twins.own_code import own_code
+from hf_cb.hf.twins.tensor_parallel import lockstep_of, uneven_heads
+from hf_cb.hf.twins.twin import merge_notes, shared_tensors
+from hf_cb.hf.twins.weights import WeightWatch, plain_parts
 from hf_cb.options import Defaults
 from hf_cb.runtime import graphs
 from hf_cb.runtime.kv_cache import KVCache
@@ -89,18 +89,17 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
         return Defaults() if current is None else defaults_of(current.generation_config, servable.max_positions)
 
     return Served(
-        machinery=Machinery(
+        core=EngineCore(
             scheduler, runner, cache, swap_space, _follower(servable), lockstep, _overlaps(config, servable.device, lockstep)
         ),
         config=resolved,
         vocab_size=servable.vocab_size,
         max_positions=servable.max_positions,
-        stretches=servable.stretches,
+        goes_beyond_positions=servable.goes_beyond_positions,
         attention_backend=servable.backend.name,
         attention_reason=servable.backend_reason,
         prefix_reason=_prefix_reason(config, code),
         packed_bytes=servable.packs.num_bytes,
-        compiled=servable.compiled,
         zeros_are_none=servable.zeros_are_none,
         defaults=defaults,
         draw_seed=draw_seed,
@@ -129,9 +128,7 @@ def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None, books: Boo
     kv_dtype = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     if lockstep is None:
         memory = _pack_memory(config)
-        return examine(model, config.attention_backend, memory, config.block_size, config.compile, kv_dtype, books)
-    if config.compile:
-        raise InvalidArgumentError(f"compile: takes False for a tensor-parallel model; got {config.compile!r}")
+        return examine(model, config.attention_backend, memory, config.block_size, kv_dtype, books)
     if config.swap_space:
         raise InvalidArgumentError(f"swap_space: takes 0 for a tensor-parallel model; got {config.swap_space!r}")
     reason: str | None = None

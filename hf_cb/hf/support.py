@@ -22,15 +22,14 @@ from hf_cb.attention.native import NativeCPUBackend
 from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import ScheduledRow, SchedulerOutput
 from hf_cb.errors import InvalidArgumentError
-from hf_cb.hf.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
-from hf_cb.hf.compiling import CompiledLayers
-from hf_cb.hf.dispatched import device_of
-from hf_cb.hf.fingerprint import Books, Fingerprint, global_hooks
-from hf_cb.hf.forwards import wrapped_forward
-from hf_cb.hf.fusing import Fused, calls_of, parents_of
-from hf_cb.hf.packing import Packs, group_by_input, linear_calls
-from hf_cb.hf.trials import ERRORS
-from hf_cb.hf.twin import forward_of, make_twin, rope_follows_length, set_attention
+from hf_cb.hf.fast.equivalence import ERRORS
+from hf_cb.hf.fast.fusing import Fused, calls_of, parents_of
+from hf_cb.hf.fast.packing import Packs, group_by_input, linear_calls
+from hf_cb.hf.twins.attention import IMPLEMENTATION, Observer, UnservableLayerError, register, set_port
+from hf_cb.hf.twins.dispatched import device_of
+from hf_cb.hf.twins.fingerprint import Books, Fingerprint, global_hooks
+from hf_cb.hf.twins.forwards import wrapped_forward
+from hf_cb.hf.twins.twin import forward_of, make_twin, rope_follows_length, set_attention
 from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import Forward
@@ -51,7 +50,6 @@ class Servable:
     twin: nn.Module
     forward: Forward
     packs: Packs
-    compiled: CompiledLayers
     modules: tuple[nn.Module, ...]
     specs: tuple[LayerSpec, ...]
     backend: AttentionBackend
@@ -59,7 +57,7 @@ class Servable:
     device: torch.device
     vocab_size: int
     max_positions: int | None  # that rows can share
-    stretches: bool  # whether the model goes on beyond those by itself
+    goes_beyond_positions: bool  # whether the model goes on beyond those by itself
     max_step_tokens: int | None  # that may be packed into one step
     zeros_are_none: frozenset[str]  # arguments of its forward that may as well be left out where they are all zeros
 
@@ -73,19 +71,18 @@ def examine(
     attention_backend: str | None = None,
     pack_memory: int = 0,
     block_size: int | None = None,
-    compile_layers: bool = False,
     kv_dtype: torch.dtype | None = None,
     books: Books | None = None,
 ) -> Servable:
-    """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too; the same with
-    torch.compile, if `compile_layers`. What its modules write as they run is added to `books`.
+    """Make a twin, probe it, and pack its weights into at most `pack_memory` bytes if it passes with them too.
+    What its modules write as they run is added to `books`.
 
     Raises UnservableError with the reason; the model is not touched either way.
     """
     if (refusal := _refusal(model)) is not None:
         raise UnservableError(refusal)
     try:
-        return _examine(model, attention_backend, pack_memory, block_size, compile_layers, kv_dtype, books)
+        return _examine(model, attention_backend, pack_memory, block_size, kv_dtype, books)
     except UnservableError as error:
         if (name := wrapped_forward(model)) is None:
             raise
@@ -99,7 +96,6 @@ def _examine(
     attention_backend: str | None,
     pack_memory: int,
     block_size: int | None,
-    compile_layers: bool,
     kv_dtype: torch.dtype | None,
     books: Books | None,
 ) -> Servable:
@@ -139,10 +135,7 @@ def _examine(
             groups = group_by_input(calls)
             with calls_of([*observer.modules, *parents_of(twin, observer.modules)]) as calls_seen:
                 packs = _pack(groups, pack_memory, probe)
-            compiled = CompiledLayers()
-            if compile_layers:
-                compiled.compile(twin, observer.modules, probe)
-            elif packs.num_bytes:
+            if packs.num_bytes:
                 attention = [*zip(observer.modules, specs, strict=True)]
                 own = forward if isinstance(backend, NativeCPUBackend) else None
 
@@ -164,9 +157,8 @@ def _examine(
         raise UnservableError(f"the packed probe failed ({_brief(error)})") from error
     return Servable(
         twin=twin,
-        forward=compiled.guarded(forward),
+        forward=forward,
         packs=packs,
-        compiled=compiled,
         modules=tuple(observer.modules),
         specs=specs,
         backend=backend,
@@ -174,7 +166,7 @@ def _examine(
         device=device,
         vocab_size=vocab_size,
         max_positions=_max_positions(twin),
-        stretches=_query_scale_span(twin) is not None or any(map(rope_follows_length, twin.modules())),
+        goes_beyond_positions=_query_scale_span(twin) is not None or any(map(rope_follows_length, twin.modules())),
         max_step_tokens=_query_scale_span(twin),
         zeros_are_none=zeros_are_none,
     )

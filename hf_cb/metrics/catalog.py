@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_cb.histogram import Distribution
 from hf_cb.request import FinishReason
-from hf_cb.stats import EngineStats
+from hf_cb.stats import Distribution, EngineStats
 
 PREFIX = "hf_cb_"
 MODEL = "model"

@@ -10,9 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from hf_cb.engine import Engine
-from hf_cb.histogram import Distribution
 from hf_cb.metrics import catalog
-from hf_cb.stats import EngineStats
+from hf_cb.stats import Distribution, EngineStats
 
 
 class EngineCollector(Collector):

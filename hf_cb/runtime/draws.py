@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hf_cb.attention import extension
+from hf_cb.kernels import extension
 
 _BITS = 53  # of a double's fraction
 _HIGH_BITS = 21  # that a float32 holds as they are
@@ -68,7 +68,7 @@ class MersenneDraws:
 
 
 class NativeDraws:
-    """The same, compiled (attention/csrc/draws.h)."""
+    """The same, compiled (kernels/csrc/draws.h)."""
 
     def __init__(self, seed: int) -> None:
         state: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)["state"]

@@ -19,7 +19,7 @@ from hf_cb.runtime.input_batch import InputBatch, Wanted, build_input_batch
 from hf_cb.runtime.lockstep import Lockstep, Step, lost
 from hf_cb.runtime.logprobs import PromptLogprobs
 from hf_cb.runtime.port import AttentionPort
-from hf_cb.runtime.sampler import Draft, RowState, accept, choose
+from hf_cb.runtime.sampler import Chosen, RowState, accept, choose
 from hf_cb.runtime.streams import Download, Streams, streams_of
 
 logger = logging.getLogger("hf_cb")
@@ -38,10 +38,10 @@ class Launched:
     output: SchedulerOutput
     batch: InputBatch
     logits: torch.Tensor  # [n, vocab], of what `batch.logits_indices` names
-    ids: tuple[int, ...]  # requests for which `draft` has a token each
+    ids: tuple[int, ...]  # requests for which `chosen` has a token each
     rows: list[RowState]  # theirs: a request may end before its step does
-    draft: Draft | None  # None: there are none
-    arriving: Download  # the draft's tokens [n], and whether there is a NaN in each row's scores [n]
+    chosen: Chosen | None  # None: there are none
+    arriving: Download  # the chosen's tokens [n], and whether there is a NaN in each row's scores [n]
     errors: dict[int, BaseException]  # request id -> what is known already
     seconds: float  # that the model took of the host's time
 
@@ -116,8 +116,8 @@ class ModelRunner:
             wanted = {key: prompt.wanted for key, prompt in self._prompts.items()}
             ids = () if before is None else before.ids
             batch = build_input_batch(output, self._block_size, self._streams, wanted, self._num_groups, ids)
-            if before is not None and before.draft is not None:
-                batch.follow(before.draft.tokens)
+            if before is not None and before.chosen is not None:
+                batch.follow(before.chosen.tokens)
             began = time.perf_counter()
             if self._lockstep is not None:
                 self._lockstep.send(
@@ -140,9 +140,9 @@ class ModelRunner:
             state.num_sampled = ends[request_id] - state.num_prompt_tokens
         if not ids:
             return Launched(output, batch, logits, ids, rows, None, self._streams.download(), errors, seconds)
-        draft = choose(own, rows)
-        arriving = self._streams.download(draft.tokens, draft.has_nan)
-        return Launched(output, batch, logits, ids, rows, draft, arriving, errors, seconds)
+        chosen = choose(own, rows)
+        arriving = self._streams.download(chosen.tokens, chosen.has_nan)
+        return Launched(output, batch, logits, ids, rows, chosen, arriving, errors, seconds)
 
     def collect(self, launched: Launched) -> StepResult:
         """What came of a step. Waits for it. Raises for a lost device alone. What else fails ends the rows: by now a step can't
@@ -169,10 +169,10 @@ class ModelRunner:
     def _accept(self, launched: Launched, arrived: tuple[torch.Tensor, ...], errors: dict[int, BaseException]) -> StepResult:
         """The result of the rows that are no beams. More errors go to `errors`, which it holds."""
         ids = launched.ids
-        if launched.draft is None:
+        if launched.chosen is None:
             return StepResult({}, errors)
         tokens, has_nan = (tensor.tolist() for tensor in arrived)
-        sampled = accept(launched.draft, launched.rows, tokens)
+        sampled = accept(launched.chosen, launched.rows, tokens)
         errors.update({ids[i]: error for i, error in sampled.errors.items()})
         for i, is_bad in enumerate(has_nan):
             if is_bad and launched.rows[i].rules is None:  # greedy decoding would take the first NaN for the best token

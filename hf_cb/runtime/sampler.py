@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_cb.attention.extension import is_loaded
+from hf_cb.kernels.extension import is_loaded
 from hf_cb.request import Request, RowRules, SamplingParams, TokenLogprobs
 from hf_cb.runtime.draws import Draws, draw_all, draws, refusal
 from hf_cb.runtime.logprobs import token_logprobs
@@ -83,7 +83,7 @@ class RowState:
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class Chosen:
     """Tokens that are chosen, and may not have come to the host yet."""
 
     tokens: torch.Tensor  # [n] int64, on the device of the logits; -1 where a row has no probabilities to draw by
@@ -106,11 +106,11 @@ class Sampled:
 
 def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
     """Choose the next token of each row from logits [n, vocab] (any float dtype; not changed)."""
-    draft = choose(logits, rows)
-    return accept(draft, rows, draft.tokens.tolist())
+    chosen = choose(logits, rows)
+    return accept(chosen, rows, chosen.tokens.tolist())
 
 
-def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Draft:
+def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Chosen:
     """The part of `sample` that goes to the device. Unless a row `needs_host`, nothing in it waits for that."""
     errors: dict[int, BaseException] = {i: _twice() for i, row in enumerate(rows) if row.num_asked > row.num_sampled}
     final: dict[int, torch.Tensor] = {}
@@ -134,27 +134,27 @@ def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Draft:
             errors[i] = error
     for row in rows:
         row.num_sampled += 1
-    return Draft(tokens, has_nan, errors, logits, scores, final)
+    return Chosen(tokens, has_nan, errors, logits, scores, final)
 
 
 def _twice() -> RuntimeError:
     return RuntimeError("a step failed after a token had been drawn for it, and can't draw the same one again")
 
 
-def accept(draft: Draft, rows: Sequence[RowState], tokens: list[int]) -> Sampled:
+def accept(chosen: Chosen, rows: Sequence[RowState], tokens: list[int]) -> Sampled:
     """The rest of it, when the tokens have come to the host."""
-    errors, stopped = draft.errors, set()
+    errors, stopped = chosen.errors, set()
     for i, token in enumerate(tokens):
         if token < 0:  # no probability left, or NaN: this row's logits are at fault, nobody else's
             errors.setdefault(i, refusal())
     for i, row in enumerate(rows):
         try:
-            if i not in errors and row.needs_host and row.accept(tokens[i], draft.final.get(i, draft.scores[i : i + 1])):
+            if i not in errors and row.needs_host and row.accept(tokens[i], chosen.final.get(i, chosen.scores[i : i + 1])):
                 stopped.add(i)
         except BaseException as error:
             errors[i] = error
     asking = {i: row.logprobs for i, row in enumerate(rows) if row.logprobs is not None and i not in errors}
-    return Sampled(tokens, errors, frozenset(stopped), _logprobs(draft.logits, asking, tokens, errors))
+    return Sampled(tokens, errors, frozenset(stopped), _logprobs(chosen.logits, asking, tokens, errors))
 
 
 def _logprobs(

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from hf_cb.request import SamplingParams
-from hf_cb.runtime.head import filter_by_head
 from hf_cb.runtime.streams import to_device
+from hf_cb.runtime.truncation import filter_by_head
 
 
 class SeenTokens:

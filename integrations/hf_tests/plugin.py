@@ -30,7 +30,7 @@ import hf_cb
 from hf_cb.continuous import ContinuousBatchingBackend
 from hf_cb.engine import Engine
 from hf_cb.errors import HFCBError
-from hf_cb.hf.pipeline import ServedPipeline
+from hf_cb.hf.pipelines.pipeline import ServedPipeline
 from hf_cb.installation import installed_backend
 from hf_cb.request import Service
 from integrations.hf_tests.differences import differences

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from steps import make_spec
 
-from hf_cb.attention import extension
 from hf_cb.attention.backend import choose_attention_backend
 from hf_cb.attention.native import NativeCPUBackend
+from hf_cb.kernels import extension
 
 pytestmark = pytest.mark.timeout(240)  # most of it a C++ compiler on a busy machine
 ROOT = Path(extension.__file__).parents[2]
-CALLS = len([*(ROOT / "hf_cb/attention/csrc").glob("*.cpp")]) + 1  # of the compiler: one for each source, and to link
+CALLS = len([*(ROOT / "hf_cb/kernels/csrc").glob("*.cpp")]) + 1  # of the compiler: one for each source, and to link
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_two_processes_build_once(cache: Path, compiler: Path) -> None:
 def test_threads_build_once(cache: Path, compiler: Path) -> None:
     process = start(
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from hf_cb.attention.extension import load\n"
+        "from hf_cb.kernels.extension import load\n"
         "pool = ThreadPoolExecutor(4)\n"
         "print(*{future.result() for future in [pool.submit(load) for _ in range(4)]})"
     )
@@ -104,7 +104,7 @@ def test_an_unwritable_cache_is_replaced_for_the_process(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HF_CB_CACHE", str(tmp_path / "file"))
-    process = start("from hf_cb.attention.extension import load\nprint(load().exists(), load())")
+    process = start("from hf_cb.kernels.extension import load\nprint(load().exists(), load())")
     out, err = process.communicate()
     exists, path = out.split()
     assert exists == "True", err

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_cb.attention.extension import load
+from hf_cb.kernels.extension import load
 
 OPS = torch.ops.hf_cb
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -98,7 +98,7 @@ class Gate:
     """
 
     def __init__(self, engine: Engine) -> None:
-        runner = engine._worker.machinery.runner
+        runner = engine._worker.core.runner
         self._execute = runner.execute
         self._changed = threading.Condition()
         self._allowed: float = 0

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(20)
 def test_every_call_that_would_wait(llama: PreTrainedModel) -> None:
     row = rows()[6]
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        runner = engine._worker.machinery.runner
+        runner = engine._worker.core.runner
         execute, refusals = runner.execute, []
 
         def call_back(output: SchedulerOutput) -> StepResult:

@@ -103,7 +103,7 @@ def everything(
     for one in asked:
         one.failure()
     if replace:
-        engine.serve(build.build(model, hf_cb.CBConfig(**SMALL, overlap=engine._served.machinery.overlaps), {}))
+        engine.serve(build.build(model, hf_cb.CBConfig(**SMALL, overlap=engine._served.core.overlaps), {}))
         asked.append(Asked(submit(engine, rows()[1], max_new_tokens=few), rows()[1].tokens[:few]))
 
 
@@ -120,9 +120,9 @@ def check(asked: list[Asked], engine: Engine, fault: BaseException, site: Site) 
         return
     assert causes <= {id(fault)}
     assert all(isinstance(failure, RequestFailedError) for failure in failures)
-    assert len(failures) <= 1 or site.file.endswith("machinery.py")  # of a step, which has many rows
+    assert len(failures) <= 1 or site.file.endswith("core.py")  # of a step, which has many rows
     assert submit(engine, rows()[0]).result(timeout=SOON).tokens == rows()[0].tokens
-    scheduler = engine._worker.machinery.scheduler
+    scheduler = engine._worker.core.scheduler
     scheduler.check()
     assert scheduler.blocks_used == 0
 

@@ -165,22 +165,22 @@ def test_a_pause_that_is_interrupted_does_not_last(llama: PreTrainedModel, monke
 @pytest.mark.parametrize("started", [True, False])
 def test_the_kv_memory_is_given_back_inside(llama: PreTrainedModel, started: bool) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        machinery = engine._worker.machinery
+        core = engine._worker.core
         handles = []
         if started:
             handles = [submit(engine, long_row()), submit(engine, rows()[1])]
             wait_until(lambda: handles[0].tokens)
-        memory = [weakref.ref(tensor) for kv in machinery.cache.layers for tensor in kv]
+        memory = [weakref.ref(tensor) for kv in core.cache.layers for tensor in kv]
         with engine.pause(release_kv=True):
             assert all(ref() is None for ref in memory)
             assert engine.stats().blocks_used == 0
             handles.append(submit(engine, rows()[2]))
             with engine.pause(release_kv=True):
                 pass
-            machinery.scheduler.check()
+            core.scheduler.check()
         truths = [long_row().tokens, rows()[1].tokens, rows()[2].tokens] if started else [rows()[2].tokens]
         assert [handle.result().tokens for handle in handles] == truths
-        assert not machinery.cache.is_released
+        assert not core.cache.is_released
 
 
 def test_a_pause_within_a_pause_gives_the_kv_memory_back(llama: PreTrainedModel) -> None:
@@ -188,9 +188,9 @@ def test_a_pause_within_a_pause_gives_the_kv_memory_back(llama: PreTrainedModel)
         handle = submit(engine, long_row())
         wait_until(lambda: handle.tokens)
         with engine.pause():
-            assert not engine._worker.machinery.cache.is_released
+            assert not engine._worker.core.cache.is_released
             with engine.pause(release_kv=True):
-                assert engine._worker.machinery.cache.is_released
+                assert engine._worker.core.cache.is_released
         assert handle.result().tokens == long_row().tokens
 
 
@@ -203,7 +203,7 @@ def test_kv_memory_that_is_not_to_be_had_again(llama: PreTrainedModel, monkeypat
             def fail(*args: object) -> None:
                 raise cause
 
-            monkeypatch.setattr(engine._worker.machinery.cache, "restore", fail)
+            monkeypatch.setattr(engine._worker.core.cache, "restore", fail)
         with pytest.raises(hf_cb.EngineDeadError, match="somebody took it") as caught:
             handle.result()
         assert caught.value.__cause__ is cause

@@ -167,8 +167,8 @@ def test_fork(run: Run) -> None:
 
 
 INTERRUPT = """
-execute = engine._worker.machinery.runner.execute
-engine._worker.machinery.runner.execute = lambda output: time.sleep(0.005) or execute(output)  # none ends before its interrupt
+execute = engine._worker.core.runner.execute
+engine._worker.core.runner.execute = lambda output: time.sleep(0.005) or execute(output)  # none ends before its interrupt
 handles, submit_all = [], engine.submit_all
 engine.submit_all = lambda requests: handles.extend(submit_all(requests)) or handles[-len(requests):]
 interrupted_at = []

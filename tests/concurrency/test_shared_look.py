@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hf_cb.shared_look import SharedLook
+from hf_cb.continuous import SharedLook
 
 
 class Slow:

@@ -119,7 +119,7 @@ def test_text_iterators_read_in_other_threads(llama: PreTrainedModel) -> None:
 def test_a_failing_request_ends_its_stream(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
         streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True)  # type: ignore[arg-type]
-        runner = engine._worker.machinery.runner
+        runner = engine._worker.core.runner
         execute, steps = runner.execute, iter(range(100))
 
         def fail_at_the_third(output: object) -> object:

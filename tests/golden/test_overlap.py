@@ -32,7 +32,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 def counted(engine: hf_cb.Engine) -> list[Launched]:
     """All steps that are launched with tokens that are not known yet."""
-    runner, ahead = engine._worker.machinery.runner, []
+    runner, ahead = engine._worker.core.runner, []
     launch = runner.launch
 
     def count(output: SchedulerOutput, before: Launched | None = None) -> Launched:
@@ -65,7 +65,7 @@ def test_same_tokens(name: str, situation: str) -> None:
             ]
         assert [list(handle.result().tokens) for handle in handles] == wanted
         assert ahead
-        scheduler = engine._worker.machinery.scheduler
+        scheduler = engine._worker.core.scheduler
         scheduler.check()
         assert scheduler.blocks_used == 0
         # Alone, with what the others have left in the prefix cache.
@@ -123,7 +123,7 @@ def test_calls_of_all_kinds_together() -> None:
 def test_a_launch_that_fails_is_tried_again_when_its_turn_comes() -> None:
     model, rows = truth.model("llama"), truth.rows("llama")
     with hf_cb.continuous_batching(model, **SMALL) as engine:
-        runner = engine._worker.machinery.runner
+        runner = engine._worker.core.runner
         launch, failures = runner.launch, [torch.OutOfMemoryError("no memory")] * 3
 
         def fail_ahead(output: SchedulerOutput, before: Launched | None = None) -> Launched:
@@ -142,7 +142,7 @@ def test_a_launch_that_fails_is_tried_again_when_its_turn_comes() -> None:
 def test_only_the_offender_of_a_step_fails() -> None:
     model, rows = truth.model("llama"), truth.rows("llama")
     with hf_cb.continuous_batching(model, **SMALL) as engine:
-        runner = engine._worker.machinery.runner
+        runner = engine._worker.core.runner
         launch = runner.launch
 
         def fail_with_it(output: SchedulerOutput, before: Launched | None = None) -> Launched:
@@ -164,7 +164,7 @@ def test_only_the_offender_of_a_step_fails() -> None:
 def test_a_row_of_nan_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = truth.model("llama"), truth.rows("llama")[:4]
     with hf_cb.continuous_batching(model, **SMALL) as engine:
-        runner = engine._worker.machinery.runner
+        runner = engine._worker.core.runner
         forward = runner.forward
 
         def poisoned(batch: Any) -> torch.Tensor:
@@ -189,9 +189,9 @@ def test_pauses_and_released_memory() -> None:
         for release_kv in (False, True, False):
             next(iter(handles[5]))
             with engine.pause(release_kv=release_kv):
-                machinery = engine._worker.machinery
-                assert not machinery.is_underway
-                assert machinery.cache.is_released or not release_kv
+                core = engine._worker.core
+                assert not core.is_underway
+                assert core.cache.is_released or not release_kv
         assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows]
 
 
@@ -207,14 +207,14 @@ def test_cancelled_while_a_step_is_underway() -> None:
         for handle, row in zip(handles[::2], rows[::2], strict=True):
             assert list(handle.tokens) == row.tokens[: len(handle.tokens)]
         engine.shutdown()
-        assert engine._worker.machinery.scheduler.blocks_used == 0
+        assert engine._worker.core.scheduler.blocks_used == 0
 
 
 def test_cancelled_as_soon_as_it_is_admitted() -> None:
     """While the step before is underway, in which it has no part."""
     model, rows = truth.model("llama"), truth.rows("llama")
     with hf_cb.continuous_batching(model, **SMALL) as engine:
-        runner = engine._worker.machinery.runner
+        runner = engine._worker.core.runner
         launch, handles = runner.launch, [engine.submit(rows[1].prompt[0], max_new_tokens=len(rows[1].tokens))]
         late: list[hf_cb.GenerationHandle] = []
         submitting = threading.Lock()  # no step meets a request whose handle is not in the list yet

@@ -104,7 +104,7 @@ def test_no_launch_waits_for_the_gpu() -> None:
         want = answers(engine)
     with hf_cb.continuous_batching(model, overlap=True) as engine:
         assert answers(engine) == want  # kernels are compiled and memory is taken
-        runner = engine._worker.machinery.runner
+        runner = engine._worker.core.runner
         launch = runner.launch
 
         def strictly(*args: Any) -> Any:

@@ -62,7 +62,7 @@ def served(model: PreTrainedModel, want: list[list[int]], **options: Any) -> dic
         calls = [lambda prompt=prompt: ask(model, prompt) for prompt in prompts()]
         company = reason is None and crowd.answers(engine, calls) == want
         stats = engine.stats()
-        devices = [] if reason else [str(kv.k.device) for kv in engine._worker.machinery.cache.layers]  # type: ignore[union-attr]
+        devices = [] if reason else [str(kv.k.device) for kv in engine._worker.core.cache.layers]  # type: ignore[union-attr]
     return {
         "reason": reason,
         "alone": alone,

@@ -336,7 +336,7 @@ def test_random_searches_and_samples_in_a_small_pool(duo: seam.Duo) -> None:
             answers = threads.map(lambda call: made.served.generate(**call, seed=11), jobs)
         got = list(answers)
         stats = made.engine.stats()
-        made.engine._worker.machinery.scheduler.check()
+        made.engine._worker.core.scheduler.check()
     for call, answer in zip(jobs, got, strict=True):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)

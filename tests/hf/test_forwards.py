@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb.hf.twin import make_twin
+from hf_cb.hf.twins.twin import make_twin
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -31,10 +31,10 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 
 import hf_cb
 from hf_cb.hf import fusing, packing
-from hf_cb.hf.chains import Chain
-from hf_cb.hf.packing import Pack
-from hf_cb.hf.products import OwnProducts, kernels_panel
-from hf_cb.hf.short import Attention, GatedMLP, Layer, Norm, Stack
+from hf_cb.hf.fast.fused_forwards import Attention, GatedMLP, Layer, Norm, Stack
+from hf_cb.hf.fast.packing import Pack
+from hf_cb.hf.fast.products import OwnProducts, kernels_panel
+from hf_cb.hf.fast.stacking import Chain
 from hf_cb.hf.support import examine
 
 NEW = 8
@@ -812,7 +812,7 @@ def test_stacks_of_layers_with_windows(kinds: str, sizes: list[int], num_groups:
     plain, served = (models.tiny("ministral", num_hidden_layers=len(kinds), layer_types=types) for _ in range(2))
     assert [len(stack.layers) for stack in stacks(plain)] == sizes
     with hf_cb.continuous_batching(served) as engine:
-        assert engine._worker.machinery.scheduler.num_groups == num_groups
+        assert engine._worker.core.scheduler.num_groups == num_groups
         pair = seam.Duo(plain, served, engine)
         pair.same(PROMPT, max_new_tokens=NEW)
         pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)

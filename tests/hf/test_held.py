@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 import hf_cb
 from hf_cb import continuous
-from hf_cb.hf.fingerprint import Fingerprint
-from hf_cb.hf.result_cache import NAME
+from hf_cb.hf.calls.result_cache import NAME
+from hf_cb.hf.twins.fingerprint import Fingerprint
 
 NEW = 8
 PROMPT, OTHER = (row[None] for row in seam.prompts(6, 9))
@@ -300,7 +300,7 @@ def test_own_code_can_be_vouched_for(llama: PreTrainedModel) -> None:
 def test_weights_that_are_inference_tensors(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All numbers of one are negated but for the samples that are taken of other weights."""
     if not kernels:
-        monkeypatch.setattr("hf_cb.hf.weights.is_loaded", lambda: False)
+        monkeypatch.setattr("hf_cb.hf.twins.weights.is_loaded", lambda: False)
     long = seam.prompts(40)[0][None]
     with torch.inference_mode():
         model = models.tiny("llama")

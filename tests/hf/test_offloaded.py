@@ -15,9 +15,9 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_cb
-from hf_cb.hf.dispatched import offloaded_modules, offloaded_tensors
-from hf_cb.hf.fingerprint import Fingerprint
-from hf_cb.hf.twin import make_twin
+from hf_cb.hf.twins.dispatched import offloaded_modules, offloaded_tensors
+from hf_cb.hf.twins.fingerprint import Fingerprint
+from hf_cb.hf.twins.twin import make_twin
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -94,17 +94,17 @@ def test_plain_calls_in_between(offloaded: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(offloaded) as engine:
         worker = engine._worker
         assert worker is not None
-        machinery = worker.machinery
+        core = worker.core
         for prompt, tokens in zip(prompts(), want, strict=True):
             assert ask(offloaded, prompt) == tokens
             assert type(offloaded).generate(offloaded, prompt, max_new_tokens=NEW)[0].tolist() == tokens
-        assert worker.machinery is machinery
+        assert worker.core is core
         with ThreadPoolExecutor(4) as threads:  # both at the same time
             engines = [threads.submit(ask, offloaded, prompt) for prompt in prompts()]
             ours = threads.submit(plain, offloaded)  # one of them: two would take each other's weights away
             assert [future.result() for future in engines] == want
             assert ours.result() == want
-        assert worker.machinery is machinery
+        assert worker.core is core
 
 
 def test_the_twin_takes_no_memory(on_the_host: tuple[PreTrainedModel, PreTrainedModel]) -> None:

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import hf_cb
-from hf_cb.hf import rules
+from hf_cb.hf.calls import rules
 
 NEW = 12
 PROMPTS = [row[None] for row in seam.prompts(6, 17, 3, 11, 8, 14, 5, 9)]

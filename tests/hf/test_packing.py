@@ -15,11 +15,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import hf_cb
-from hf_cb.hf import packing
-from hf_cb.hf.packing import Packs, group_by_input, linear_calls
+from hf_cb.hf.fast import packing
+from hf_cb.hf.fast.packing import Packs, group_by_input, linear_calls
 from hf_cb.hf.support import examine
-from hf_cb.hf.twin import forward_of, make_twin
-from hf_cb.hf.weights import WeightWatch
+from hf_cb.hf.twins.twin import forward_of, make_twin
+from hf_cb.hf.twins.weights import WeightWatch
 
 NEW = 8
 PROMPT = seam.prompts(6)[0][None]

@@ -324,7 +324,7 @@ def test_uninstalled_within_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gone.wait(10)
         yield
 
-    monkeypatch.setattr("hf_cb.hf.pipeline.tokenizing", tokenizing)
+    monkeypatch.setattr("hf_cb.hf.pipelines.pipeline.tokenizing", tokenizing)
     with ThreadPoolExecutor() as pool:
         texts = pool.submit(served, TEXTS[:3], **GREEDY)
         assert inside.wait(10)
@@ -341,7 +341,7 @@ def test_the_interpreters_end_waits_until_threads_have_freed_what_they_had() -> 
     """That is the last thing they do, after their results have been read; a tensor that is freed at the end is an abort."""
     script = """
 import os, time
-from hf_cb.hf.in_order import InOrder
+from hf_cb.hf.pipelines.in_order import InOrder
 
 class Slow:
     def __del__(self):

@@ -20,7 +20,7 @@ from transformers import TextGenerationPipeline
 from two_pipes import pipe_of, pipes, texts
 
 import hf_cb
-from hf_cb.hf.tokenizing import tokenizing
+from hf_cb.hf.calls.tokenizing import tokenizing
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import hf_cb
-from hf_cb.hf.result_cache import contents_of
+from hf_cb.hf.calls.result_cache import contents_of
 
 NEW = 6
 DICT = {"return_dict_in_generate": True, "pad_token_id": 0}

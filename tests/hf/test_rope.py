@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hf_cb
-from hf_cb.hf.twin import make_twin
+from hf_cb.hf.twins.twin import make_twin
 
 NEAR = 128  # original positions of the dynamic model; models.FAR of the other
 NAMES = {"llama+dynamic_rope": NEAR, "phi3+longrope": models.FAR}

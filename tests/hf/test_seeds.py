@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hf_cb.hf.seeds import draw_seed, seeded
+from hf_cb.hf.calls.seeds import draw_seed, seeded
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import weakref
 import pytest
 from seam import word_tokenizer
 
-from hf_cb.hf.tokenizing import stop_string_criterion
+from hf_cb.hf.calls.tokenizing import stop_string_criterion
 
 
 def test_calls_that_want_the_same_share_one() -> None:

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 import hf_cb
 from hf_cb import continuous
-from hf_cb.hf.fingerprint import Fingerprint
-from hf_cb.hf.twin import make_twin, set_attention
+from hf_cb.hf.twins.fingerprint import Fingerprint
+from hf_cb.hf.twins.twin import make_twin, set_attention
 
 NEW = 8
 PROMPT = seam.prompts(6)[0][None]

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb.histogram import Distribution, Histogram
+from hf_cb.stats import Distribution, Histogram
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -112,7 +112,7 @@ def new_head(model: PreTrainedModel) -> None:
 
 
 def test_no_counter_falls_when_the_model_is_rebuilt_or_goes_native(llama: PreTrainedModel) -> None:
-    """Preemptions, swaps and all: the machinery is another one after each of these, twice there is none."""
+    """Preemptions, swaps and all: the core is another one after each of these, twice there is none."""
     snapshots = []
     with hf_cb.continuous_batching(llama, num_blocks=9, block_size=4, swap_space="1MiB", prefix_cache=False) as engine:
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_cb.attention.extension import load
+from hf_cb.kernels.extension import load
 from hf_cb.request import Request, SamplingParams
 from hf_cb.runtime.sampler import RowState, choose
 
@@ -83,6 +83,6 @@ def test_a_nan_that_is_suppressed_harms_nobody(dtype: torch.dtype) -> None:
     logits = torch.zeros(3, 20, dtype=dtype)
     logits[:2, 7], logits[1, 3], logits[2] = 1.0, math.nan, math.nan
     rows = [RowState.of(Request((1,), 5, frozenset(), SamplingParams(suppress_tokens=(3,))), CPU) for _ in range(3)]
-    draft = choose(logits, rows)
-    assert draft.has_nan.tolist() == [False, False, True]
-    assert draft.tokens.tolist()[:2] == [7, 7]
+    chosen = choose(logits, rows)
+    assert chosen.has_nan.tolist() == [False, False, True]
+    assert chosen.tokens.tolist()[:2] == [7, 7]

@@ -15,8 +15,8 @@ import hf_cb
 from hf_cb.attention.flash import FlashAttention2
 from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
 from hf_cb.core.output import UNKNOWN, ScheduledRow, SchedulerOutput
-from hf_cb.hf.attention import IMPLEMENTATION, register, set_port
-from hf_cb.hf.twin import forward_of, make_twin, set_attention
+from hf_cb.hf.twins.attention import IMPLEMENTATION, register, set_port
+from hf_cb.hf.twins.twin import forward_of, make_twin, set_attention
 from hf_cb.request import Request, SamplingParams
 from hf_cb.runtime import draws, streams
 from hf_cb.runtime.kv_cache import KVCache
@@ -157,7 +157,7 @@ class Waiting(Download):
 
 def recorded(engine: hf_cb.Engine, **options: Any) -> list[tuple[str, int]]:
     recorder = Recorder()
-    engine._worker.machinery.runner._streams = recorder
+    engine._worker.core.runner._streams = recorder
     engine.submit((4, 5, 6), max_new_tokens=4, **options).result()
     return recorder.notes
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_cb.request import SamplingParams
-from hf_cb.runtime.head import HEADS, filter_by_head
+from hf_cb.runtime.truncation import HEADS, filter_by_head
 from hf_cb.runtime.warpers import SeenTokens, bias, forbid, penalise_presence, penalise_repetition, warp
 
 OPTIONS = st.builds(

@@ -1,0 +1,58 @@
+"""StepPlan: a step while the scheduler composes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.sequence import Sequence
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step while it is composed. `budget`: tokens that it may have in all."""
+
+    budget: int
+    granted: int = 0  # of those
+    rows: dict[Sequence, ScheduledRow] = field(default_factory=dict)
+    preempted: list[int] = field(default_factory=list)
+    cached: list[tuple[int, int]] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)  # copy -> block: one that is handed out anew is copied to once
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    is_short: bool = False  # of blocks for somebody who waits for what the step underway gives back
+
+    def grant(self, seq: Sequence, end: int, copies: tuple[tuple[int, int], ...]) -> None:
+        """Give `seq` its tokens up to position `end`."""
+        start = seq.num_computed_tokens
+        tokens = tuple(seq.tokens[start:end])
+        samples = end == len(seq.tokens) and not seq.tails
+        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, seq.block_table, samples, seq.beam)
+        self.granted += end - start
+        for block, copy in copies:
+            # All are copied at once: of a copy that this step makes itself, there is only what it is made from.
+            self.copies[copy] = self.copies.get(block, block)
+
+    def revoke(self, seq: Sequence) -> None:
+        """Take back what `seq` was given in this step, if anything: it is preempted."""
+        for member in seq.members:
+            row = self.rows.pop(member, None)
+            self.granted -= 0 if row is None else len(row.token_ids)
+        self.preempted.append(seq.request_id)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be given."""
+        return self.budget - self.granted
+
+    def output(self) -> SchedulerOutput:
+        """The step, composed."""
+        return SchedulerOutput(
+            rows=tuple(self.rows.values()),
+            num_scheduled_tokens=self.granted,
+            preempted=tuple(self.preempted),
+            swap_out=tuple(self.swap_out),
+            swap_in=tuple(self.swap_in),
+            copies=tuple((block, copy) for copy, block in self.copies.items()),
+            cached=tuple(self.cached),
+        )

@@ -1,0 +1,1 @@
+"""`transformers.pipeline` on an installed model."""
