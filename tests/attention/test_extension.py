@@ -48,7 +48,7 @@ def compiler(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def start(code: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, *(("-c", code) if code else ("-m", "hf_cb.attention.native"))]
+    command = [sys.executable, *(("-c", code) if code else ("-m", "hf_cb.kernels"))]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

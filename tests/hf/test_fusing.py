@@ -30,8 +30,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.llama.modeling_llama import eager_attention_forward as eager
 
 import hf_cb
-from hf_cb.hf import fusing, packing
-from hf_cb.hf.fast.fused_forwards import Attention, GatedMLP, Layer, Norm, Stack
+from hf_cb.hf.fast import fusing, packing
+from hf_cb.hf.fast.fused_forwards import Attention, FusedLayer, GatedMLP, Norm, Stack
 from hf_cb.hf.fast.packing import Pack
 from hf_cb.hf.fast.products import OwnProducts, kernels_panel
 from hf_cb.hf.fast.stacking import Chain
@@ -41,7 +41,13 @@ NEW = 8
 ROOM = 1 << 30
 PROMPT = seam.prompts(6)[0][None]
 ROWS = seam.prompts(9, 1, 17, 33, 5, 2)
-WHOLE = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "Layer": 3, "Stack": 1}  # two norms in each of three layers, and a last one
+WHOLE = {
+    "Norm": 7,
+    "Attention": 3,
+    "GatedMLP": 3,
+    "FusedLayer": 3,
+    "Stack": 1,
+}  # two norms in each of three layers, and a last one
 
 pytestmark = pytest.mark.skipif(not kernels_panel(), reason="the compiled kernels need a compiler and vector instructions")
 
@@ -51,7 +57,7 @@ def fused(model: nn.Module, **options: Any) -> dict[str, int]:
     twin = examine(model, **{"pack_memory": ROOM, **options}).twin
     forwards = [vars(module).get("forward") for module in twin.modules()]
     forwards += [layer for stack in forwards if isinstance(stack, Stack) for layer in stack.layers]
-    return dict(Counter(type(f).__name__ for f in forwards if isinstance(f, Norm | Attention | GatedMLP | Layer | Stack)))
+    return dict(Counter(type(f).__name__ for f in forwards if isinstance(f, Norm | Attention | GatedMLP | FusedLayer | Stack)))
 
 
 @contextlib.contextmanager
@@ -78,7 +84,10 @@ def in_company(model: Any, engine: hf_cb.Engine, **options: Any) -> list[hf_cb.R
         *((name, WHOLE) for name in ("llama", "qwen2", "gemma", "phi3", "mistral")),
         ("granite", {"Norm": 7, "Attention": 3, "GatedMLP": 3}),  # its layers scale what they add
         ("qwen3", {"Norm": 13, "GatedMLP": 3}),  # norms between its queries and their turns
-        ("smollm3", {"Norm": 7, "Attention": 2, "GatedMLP": 3, "Layer": 2}),  # one without rotary positions between the others
+        (
+            "smollm3",
+            {"Norm": 7, "Attention": 2, "GatedMLP": 3, "FusedLayer": 2},
+        ),  # one without rotary positions between the others
         ("olmo2", {"Norm": 13, "GatedMLP": 3}),  # norms behind attention and MLP
         ("cohere", {}),  # its norms subtract the mean
         ("gpt2", {}),
@@ -292,11 +301,11 @@ class TwiceLayer(LlamaDecoderLayer):
         return self.mlp(super().forward(hidden_states, **kwargs))
 
 
-NO_MLP = {"Norm": 7, "Attention": 3, "GatedMLP": 2, "Layer": 2}
-NO_ATTENTION = {"Norm": 7, "Attention": 2, "GatedMLP": 3, "Layer": 2}
-NO_NORM = {"Norm": 6, "Attention": 3, "GatedMLP": 3, "Layer": 2}
-NO_LAYER = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "Layer": 2}
-APART = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "Layer": 3}  # layers of several forms
+NO_MLP = {"Norm": 7, "Attention": 3, "GatedMLP": 2, "FusedLayer": 2}
+NO_ATTENTION = {"Norm": 7, "Attention": 2, "GatedMLP": 3, "FusedLayer": 2}
+NO_NORM = {"Norm": 6, "Attention": 3, "GatedMLP": 3, "FusedLayer": 2}
+NO_LAYER = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "FusedLayer": 2}
+APART = {"Norm": 7, "Attention": 3, "GatedMLP": 3, "FusedLayer": 3}  # layers of several forms
 LOOK_ALIKES: dict[type[nn.Module], tuple[str, dict[str, int]]] = {
     ClampedMLP: ("mlp", NO_MLP),
     RarelyClampedMLP: ("mlp", NO_MLP),
@@ -393,7 +402,7 @@ def test_a_forward_of_the_users_is_left_alone(path: str) -> None:
         module.forward = types.MethodType(forward, module)
 
     with both(change) as pair:
-        assert fused(pair.plain)["Layer"] == 2
+        assert fused(pair.plain)["FusedLayer"] == 2
         first = pair.same(PROMPT, max_new_tokens=NEW)
     with seam.duo() as pair:
         pair.same(PROMPT, max_new_tokens=NEW)
@@ -488,7 +497,7 @@ def test_a_pack_that_is_given_up_takes_what_is_over_it_along(name: str, monkeypa
     assert not {"forward"} & {*vars(layer), *vars(layer.mlp), *vars(layer.mlp.get_submodule(name))}
     assert isinstance(vars(layer.self_attn)["forward"], Attention)
     assert isinstance(vars(layer.input_layernorm)["forward"], Norm)
-    assert isinstance(vars(servable.twin.model.layers[0])["forward"], Layer)
+    assert isinstance(vars(servable.twin.model.layers[0])["forward"], FusedLayer)
 
 
 def test_tokens_after_a_pack_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -765,7 +774,7 @@ def test_a_scale_that_is_one_at_first() -> None:
         model.model.scale = nn.Parameter(torch.ones(()))
 
     with both(change) as pair:
-        assert "Layer" not in fused(pair.plain)
+        assert "FusedLayer" not in fused(pair.plain)
         before = pair.same(PROMPT, max_new_tokens=NEW)
         for model in (pair.plain, pair.served):
             with torch.no_grad():
@@ -828,4 +837,4 @@ def test_what_a_stack_is_given_up_for_leaves_the_other_layers_fused(monkeypatch:
     monkeypatch.setattr(packing.Pack, "load", fail)
     for name in ("gate_proj", "down_proj"):
         servable.packs.repack([layers[1].mlp.get_submodule(name).weight])
-        assert [type(vars(layer).get("forward")) for layer in layers] == [Layer, type(None), Layer]
+        assert [type(vars(layer).get("forward")) for layer in layers] == [FusedLayer, type(None), FusedLayer]
