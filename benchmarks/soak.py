@@ -198,7 +198,7 @@ def soak(seconds: float, num_callers: int = 16, seed: int = 0) -> dict[str, Any]
         stats = engine.stats()
         scheduler = engine._worker.core.scheduler
         scheduler.check()
-        assert (scheduler.blocks_used, scheduler.num_waiting, scheduler.num_running) == (0, 0, 0)
+        assert (scheduler.memory.blocks_used, scheduler.num_waiting, scheduler.num_running) == (0, 0, 0)
         assert not stats.native_calls
     gc.collect()
     left = [thread.name for thread in threading.enumerate() if thread not in threads_before]

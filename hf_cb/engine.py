@@ -228,7 +228,7 @@ class Engine:
             swaps=meter.swaps,
             finished=dict(meter.finished),
             num_blocks=core.cache.num_blocks if core else 0,
-            blocks_used=core.scheduler.blocks_used if core else 0,
+            blocks_used=core.scheduler.memory.blocks_used if core else 0,
             step_seconds=meter.step_seconds,
             model_seconds=meter.model_seconds,
             mean_batch_size=meter.rows / max(1, meter.steps),
@@ -305,7 +305,7 @@ class Engine:
     def max_tokens(self) -> int:
         """The most tokens that a prompt and its output may have together: what the model's positions and the KV cache hold."""
         served = self.served()
-        room = served.core.scheduler.max_tokens
+        room = served.core.scheduler.memory.max_tokens
         return room if served.max_positions is None else min(room, served.max_positions)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.output import Moves, RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.core.sequence import Sequence
 
 
@@ -22,14 +22,19 @@ class StepPlan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     is_short: bool = False  # of blocks for somebody who waits for what the step underway gives back
 
-    def grant(self, seq: Sequence, end: int, copies: tuple[tuple[int, int], ...]) -> None:
-        """Give `seq` its tokens up to position `end`."""
+    def grant(self, seq: Sequence, end: int, memory: RowMemory, drafts: tuple[int, ...] = ()) -> None:
+        """Give `seq` its tokens up to position `end`, and `drafts` after them, if that catches up."""
         start = seq.num_computed_tokens
-        tokens = tuple(seq.tokens[start:end])
-        samples = end == len(seq.tokens) and not seq.tails
-        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, seq.block_table, samples, seq.beam)
-        self.granted += end - start
-        for block, copy in copies:
+        num_logits = 1 + len(drafts) if end == len(seq.tokens) and not seq.tails else 0
+        tokens = (*seq.tokens[start:end], *drafts)
+        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, memory, num_logits, seq.beam)
+        self.granted += len(tokens)
+
+    def move(self, moves: Moves) -> None:
+        """Let the memory's content be copied before the step."""
+        self.swap_out += moves.swap_out
+        self.swap_in += moves.swap_in
+        for block, copy in moves.copies:
             # All are copied at once: of a copy that this step makes itself, there is only what it is made from.
             self.copies[copy] = self.copies.get(block, block)
 
@@ -51,8 +56,6 @@ class StepPlan:
             rows=tuple(self.rows.values()),
             num_scheduled_tokens=self.granted,
             preempted=tuple(self.preempted),
-            swap_out=tuple(self.swap_out),
-            swap_in=tuple(self.swap_in),
-            copies=tuple((block, copy) for copy, block in self.copies.items()),
+            moves=Moves(tuple(self.swap_out), tuple(self.swap_in), tuple((block, copy) for copy, block in self.copies.items())),
             cached=tuple(self.cached),
         )

@@ -15,7 +15,10 @@ import torch
 from hf_cb.attention.backend import can_be_captured, default_block_size
 from hf_cb.attention.step import LayerSpec
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
+from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.fair import Fair
+from hf_cb.core.kv_manager import KVManager
+from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.priority import Priority
 from hf_cb.core.reach import Reach
@@ -69,17 +72,21 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
     streams = streams_of(servable.device)
     graphs = _graphs(servable, config, resolved, port, cache, lockstep)
     runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams, graphs)
+    memory = KVManager(
+        BlockPool(cache.num_blocks),
+        resolved.block_size,
+        shares=resolved.prefix_cache,
+        num_host_blocks=resolved.num_swap_blocks * num_groups,
+        reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
+        max_step_tokens=resolved.max_batch_tokens,
+    )
     scheduler = Scheduler(
-        num_blocks=cache.num_blocks,
-        block_size=resolved.block_size,
+        memory,
         max_batch_tokens=resolved.max_batch_tokens,
         max_batch_size=resolved.max_batch_size,
         policy=make_policy(resolved.policy),
-        prefix_cache=resolved.prefix_cache,
-        num_host_blocks=resolved.num_swap_blocks * num_groups,
+        pacer=None if config.target_itl_ms is None else Pacer(config.target_itl_ms / 1000, resolved.block_size),
         swap_cost=SwapCost(facts.kv_bytes_per_token * resolved.block_size / num_groups / _COPY_BYTES_PER_SECOND),
-        target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
-        reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
     )
     swap_space = SwapSpace(cache, resolved.num_swap_blocks * num_groups, streams) if resolved.num_swap_blocks else None
     reference = weakref.ref(model)  # the engine must not keep the user's model alive

@@ -20,7 +20,7 @@ from torch import nn
 from hf_cb.attention.backend import AttentionBackend, block_multiple, choose_attention_backend
 from hf_cb.attention.native import NativeCPUBackend
 from hf_cb.attention.step import LayerSpec
-from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.fast.equivalence import ERRORS
 from hf_cb.hf.fast.fusing import Fused, calls_of, parents_of
@@ -387,7 +387,7 @@ def _run_packed(
     for chunk in _CHUNKS:
         parts = [(i, rows[i][done[i] : done[i] + chunk]) for i in range(len(rows))]
         scheduled = tuple(
-            ScheduledRow(i, done[i], tuple(part), tuple(tables[i][: -(-(done[i] + len(part)) // block_size)]), True)
+            ScheduledRow(i, done[i], tuple(part), RowMemory(tuple(tables[i][: -(-(done[i] + len(part)) // block_size)])), 1)
             for i, part in parts
             if part
         )

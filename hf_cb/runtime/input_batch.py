@@ -22,15 +22,24 @@ class PromptPart(NamedTuple):
     length: int
 
 
+class DraftPart(NamedTuple):
+    """Guesses at the end of a row, whose logits are at `first` .. `first + len(tokens) - 1` of the batch's."""
+
+    request_id: int
+    first: int
+    tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """T packed tokens of N rows, of which n sample."""
+    """T packed tokens of N rows, of which n ask for logits."""
 
     input_ids: torch.Tensor  # [1, T] int64; 0 where they are not known on the host, see `follow`
     position_ids: torch.Tensor  # [1, T] int64
-    logits_indices: torch.Tensor  # [n] int64: packed positions of the last token of each row that samples, then prompt_parts'
-    sampling_ids: tuple[int, ...]  # request ids in the order of logits_indices
+    logits_indices: torch.Tensor  # [m] int64: packed positions; that of the last known token of n rows, then the parts'
+    sampling_ids: tuple[int, ...]  # request ids of the n rows, in the order of logits_indices
     steps: tuple[AttentionStep, ...]  # for each group of layers: they differ in where the keys and values are
+    draft_parts: tuple[DraftPart, ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
     unknown: tuple[torch.Tensor, torch.Tensor] | None = None  # packed positions, and which tokens of the step before go there
 
@@ -70,14 +79,21 @@ def build_input_batch(
     positions = np.arange(total) + (starts - (ends - lens))[row_of]
 
     key_lens = starts + lens
-    tables = [row.block_table for row in rows]
+    tables = [row.memory.block_table for row in rows]
     block_table = np.zeros((len(rows), max(map(len, tables))), np.int32)  # 0 beyond the used blocks: a valid id
     for i, table in enumerate(tables):
         block_table[i, : len(table)] = table
     stretches, offsets = positions // block_size * num_groups, positions % block_size
 
-    samples = [i for i, row in enumerate(rows) if row.samples]
-    logits_indices, parts = [ends[samples] - 1], []
+    num_logits = np.fromiter((row.num_logits for row in rows), np.int64, len(rows))
+    asking = np.flatnonzero(num_logits)
+    logits_indices, drafts, parts = [ends[asking] - num_logits[asking]], [], []
+    num_asked = len(asking)
+    for drafting in np.flatnonzero(num_logits > 1):
+        row = rows[drafting]
+        drafts.append(DraftPart(row.request_id, num_asked, row.drafts))
+        logits_indices.append(np.arange(ends[drafting] - len(row.drafts), ends[drafting]))
+        num_asked += len(row.drafts)
     for i, row in enumerate(rows):
         if wanted and row.request_id in wanted:
             positions_wanted = wanted[row.request_id](row.start, row.start + len(row.token_ids))
@@ -117,8 +133,9 @@ def build_input_batch(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
         logits_indices=at,
-        sampling_ids=tuple(rows[i].request_id for i in samples),
+        sampling_ids=tuple(rows[i].request_id for i in asking),
         steps=tuple(map(step, range(num_groups))),
+        draft_parts=tuple(drafts),
         prompt_parts=tuple(parts),
         unknown=(rest[-2], rest[-1]) if len(unknown) else None,
     )

@@ -124,7 +124,7 @@ def check(asked: list[Asked], engine: Engine, fault: BaseException, site: Site) 
     assert submit(engine, rows()[0]).result(timeout=SOON).tokens == rows()[0].tokens
     scheduler = engine._worker.core.scheduler
     scheduler.check()
-    assert scheduler.blocks_used == 0
+    assert scheduler.memory.blocks_used == 0
 
 
 @pytest.mark.usefixtures("served_at_once")

@@ -67,7 +67,7 @@ def test_same_tokens(name: str, situation: str) -> None:
         assert ahead
         scheduler = engine._worker.core.scheduler
         scheduler.check()
-        assert scheduler.blocks_used == 0
+        assert scheduler.memory.blocks_used == 0
         # Alone, with what the others have left in the prefix cache.
         for row in truth.rows(name):
             assert list(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)).result().tokens) == row.tokens
@@ -207,7 +207,7 @@ def test_cancelled_while_a_step_is_underway() -> None:
         for handle, row in zip(handles[::2], rows[::2], strict=True):
             assert list(handle.tokens) == row.tokens[: len(handle.tokens)]
         engine.shutdown()
-        assert engine._worker.core.scheduler.blocks_used == 0
+        assert engine._worker.core.scheduler.memory.blocks_used == 0
 
 
 def test_cancelled_as_soon_as_it_is_admitted() -> None:

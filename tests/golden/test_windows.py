@@ -41,7 +41,7 @@ def test_mixed_layers_hold_less(name: str) -> None:
     model, rows = truth.model(name), truth.rows(name, LONG)
     options = {"block_size": BLOCK, "num_blocks": 60, "max_batch_tokens": 16, "record_steps": 1000}
     with hf_cb.continuous_batching(model, **options) as engine:
-        groups = engine._worker.core.scheduler.num_groups
+        groups = engine._worker.core.scheduler.memory.num_groups
         assert engine.stats().num_blocks == 60 * groups
         ask(engine, rows[:1])
         everything = groups * -(-(150 + 24 - 1) // BLOCK)
