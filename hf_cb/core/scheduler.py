@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 
 from hf_cb.core.memory import SequenceMemory
 from hf_cb.core.output import NO_MOVES, UNKNOWN, Emission, Moves, ScheduledRow, SchedulerOutput, StepResult
@@ -17,21 +16,18 @@ from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.running import Running
 from hf_cb.core.sequence import Sequence
-from hf_cb.core.step_plan import StepPlan
+from hf_cb.core.step_plan import Draft, StepPlan
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
 from hf_cb.request import Choice, FinishReason, Request, Status
-
-Draft = Callable[[Sequence, int], tuple[int, ...]]
-"""(sequence, most tokens) -> guesses at what comes next; none is fine."""
 
 
 class Scheduler:
     """Decides what each step computes, and keeps what came of it.
 
     The cycle is `schedule()`, the step, `update()`. Nothing counts as computed before `update`: after a step that failed,
-    `abort` those to blame and call `schedule` again, which gives everyone else the same tokens again. `add` and `abort` may
-    come at any point of the cycle. Not thread-safe, except `check_fits`.
+    `abort` those to blame and call `schedule` again. `add` and `abort` may come at any point. Not thread-safe, except
+    `check_fits`.
 
     `update` is `advance()` and `settle()`. Between the two, while a step is underway on its device, the next one may be
     scheduled already: a sequence that samples in the first goes on in the second with a token that is UNKNOWN as yet. If it
@@ -134,7 +130,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Compose the next step: running sequences first, then admission. At least one row while `has_work` is true, unless a
         step is underway."""
-        plan = StepPlan(self._budget())
+        plan = StepPlan(self._budget(), self.memory, self._draft)
         self._serve_running(plan)
         if not plan.preempted and not plan.is_short:  # else who is admitted now would be the next to be preempted
             self._admit(plan)
@@ -216,7 +212,7 @@ class Scheduler:
         self.memory.check()
         running = [seq for seq in self._sequences.values() if seq.status is Status.RUNNING]
         waiting = [seq for seq in self._sequences.values() if seq.status is Status.WAITING]
-        if len(running) + len(waiting) != len(self._sequences) or len(waiting) != len(self._policy):
+        if len(running) + len(self._policy) != len(self._sequences) or len(waiting) != len(self._policy):
             raise EngineDeadError("scheduler: a sequence is neither waiting nor running")
         self._running.check(running)
         if any(seq.held.block_table or seq.num_computed_tokens or seq.beams for seq in waiting):
@@ -226,12 +222,9 @@ class Scheduler:
 
     def _budget(self) -> int:
         """Tokens of the next step."""
-        if self._pacer is None:
-            return self._max_batch_tokens
-        singles = sum(map(_lacks_one_token, self._running.members()))
-        if not singles:
-            return self._max_batch_tokens
-        return min(self._max_batch_tokens, singles + self._pacer.allowance())
+        singles = 0 if self._pacer is None else sum(map(_lacks_one_token, self._running.members()))
+        paced = singles + self._pacer.allowance() if self._pacer is not None and singles else self._max_batch_tokens
+        return min(self._max_batch_tokens, paced)
 
     def _serve_running(self, plan: StepPlan) -> None:
         running = self._running.members()
@@ -246,18 +239,7 @@ class Scheduler:
             if end == seq.num_computed_tokens or seq.is_full:  # a beam that waits for the others, or one that is about to end
                 continue
             if self._reserve_or_preempt(seq, end, plan):
-                self._grant(seq, end, plan)
-
-    def _grant(self, seq: Sequence, end: int, plan: StepPlan) -> None:
-        """Give `seq` its tokens up to `end`, for which there is room, and guesses where there is room for those, too."""
-        drafts: tuple[int, ...] = ()
-        if self._draft is not None and end == seq.num_tokens and seq.can_be_guessed:
-            drafts = self._draft(seq, min(plan.left - seq.lacks, seq.request.max_tokens - end - 1))
-        if drafts:  # nobody is preempted for a guess
-            moves = self.memory.reserve(seq, end + len(drafts))
-            drafts = () if moves is None else drafts
-            plan.move(moves or NO_MOVES)
-        plan.grant(seq, end, self.memory.row(seq), drafts)
+                plan.grant(seq, end)
 
     def _reserve_or_preempt(self, seq: Sequence, end: int, plan: StepPlan) -> bool:
         """Make room for `seq` up to position `end`, at the cost of the less deserving. False: it is itself the least
@@ -299,7 +281,7 @@ class Scheduler:
             moves = self.memory.reserve(seq, end)
             assert moves is not None  # can_admit said so, for more
             plan.move(moves)
-            self._grant(seq, end, plan)
+            plan.grant(seq, end)
 
     def _preempt(self, seq: Sequence, may_move: bool = False) -> Moves:
         """Take what `seq` holds. It keeps its tokens; when it is resumed, it computes their keys and values again, or has them
@@ -324,11 +306,7 @@ class Scheduler:
         """Report the tokens, the last of which is at position `end`, and end the sequence if that does."""
         self._policy.charge(seq, 0, len(tokens))
         is_stopped = seq.request_id in result.stopped and len(tokens) == len(result.tokens[seq.request_id])
-        reason = None
-        if is_stopped or tokens[-1] in seq.request.eos_token_ids:
-            reason = FinishReason.STOP
-        elif end + 1 == seq.request.max_tokens:
-            reason = FinishReason.LENGTH
+        reason = FinishReason.STOP if is_stopped else seq.request.ends_with(tokens[-1], end + 1)
         if reason is not None:
             self._end(seq, reason)
         notes = result.notes.get(seq.request_id, ())
@@ -342,9 +320,8 @@ class Scheduler:
             parents = [head.beams[parent] if head.beams else head for parent in choice.parents]
             self._branch(head, [(parent, (token,)) for parent, token in zip(parents, choice.tokens, strict=True)])
             return []
-        ended = choice.best[-1:] and choice.best[-1] in head.request.eos_token_ids
-        is_full = len(choice.best) == head.request.max_new_tokens and not ended
-        reason = FinishReason.LENGTH if is_full else FinishReason.STOP
+        num_tokens = len(head.request.prompt) + len(choice.best)
+        reason = head.request.ends_with(choice.best[-1] if choice.best else None, num_tokens) or FinishReason.STOP
         self._end(head, reason)
         return [Emission(head.request_id, (), reason, best=choice.best)]
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hf_cb.core.output import Moves, RowMemory, ScheduledRow, SchedulerOutput
+from hf_cb.core.memory import SequenceMemory
+from hf_cb.core.output import Moves, ScheduledRow, SchedulerOutput
 from hf_cb.core.sequence import Sequence
+
+Draft = Callable[[Sequence, int], tuple[int, ...]]
+"""(sequence, most tokens) -> guesses at what comes next; none is fine."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step while it is composed. `budget`: tokens that it may have in all."""
+    """A step while it is composed. `budget`: tokens that it may have in all. `draft`: see Scheduler."""
 
     budget: int
+    memory: SequenceMemory
+    draft: Draft | None = None
     granted: int = 0  # of those
     rows: dict[Sequence, ScheduledRow] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
@@ -22,12 +29,16 @@ class StepPlan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     is_short: bool = False  # of blocks for somebody who waits for what the step underway gives back
 
-    def grant(self, seq: Sequence, end: int, memory: RowMemory, drafts: tuple[int, ...] = ()) -> None:
-        """Give `seq` its tokens up to position `end`, and `drafts` after them, if that catches up."""
+    def grant(self, seq: Sequence, end: int) -> None:
+        """Give `seq` its tokens up to `end`, for which there is room, and guesses where there is room for those, too."""
         start = seq.num_computed_tokens
-        num_logits = 1 + len(drafts) if end == len(seq.tokens) and not seq.tails else 0
-        tokens = (*seq.tokens[start:end], *drafts)
-        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, memory, num_logits, seq.beam)
+        tokens, num_logits = tuple(seq.tokens[start:end]), int(end == len(seq.tokens) and not seq.tails)
+        if num_logits and self.draft is not None and seq.can_be_guessed:
+            drafts = self.draft(seq, min(self.left - len(tokens), seq.request.max_tokens - end - 1))
+            if drafts and (moves := self.memory.reserve(seq, end + len(drafts))) is not None:  # nobody is preempted for them
+                self.move(moves)
+                tokens, num_logits = tokens + drafts, 1 + len(drafts)
+        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, self.memory.row(seq), num_logits, seq.beam)
         self.granted += len(tokens)
 
     def move(self, moves: Moves) -> None:
