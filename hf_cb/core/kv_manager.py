@@ -215,8 +215,10 @@ class KVManager(SequenceMemory):
 
     @override
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        self.publish(seq, num_tokens)
-        self.shed(seq, num_tokens)
+        if self._shares:
+            self.publish(seq, num_tokens)
+        if self.tables.short:
+            self.shed(seq, num_tokens)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let others find the blocks that `seq` has filled with its first `num_tokens` tokens."""

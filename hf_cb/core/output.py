@@ -50,7 +50,8 @@ class ScheduledRow(NamedTuple):
     @property
     def end(self) -> int:
         """The position after its last token that is no draft."""
-        return self.start + len(self.token_ids) - max(0, self.num_logits - 1)
+        end = self.start + len(self.token_ids)
+        return end if self.num_logits < 2 else end - self.num_logits + 1
 
     @property
     def drafts(self) -> tuple[int, ...]:

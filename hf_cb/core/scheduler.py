@@ -147,9 +147,8 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: StepResult) -> list[Emission]:
         """Take in what the step of the latest `schedule` computed: append tokens, end what is done, free its blocks.
 
-        Returns an emission for each row that got a token or ended, in the order of the rows. Raises EngineDeadError for a
-        result without what it owes, or for an output that is not the latest.
-        """
+        Returns an emission for each row that got a token or ended, in their order. Raises EngineDeadError for a result
+        without what it owes, or for an output that is not the latest."""
         self.advance(output)
         return self.settle(output, result)
 
@@ -177,35 +176,37 @@ class Scheduler:
         self._num_underway -= 1
         emissions: list[Emission] = []
         for row in output.rows:
-            head = self._sequences.get(row.request_id)
-            if head is not None:  # else it was aborted since
-                emissions += self._settle_row(head, row, result)
+            head = self._sequences.get(row.request_id)  # None: it was aborted since
+            if head is not None and (emission := self._settle_row(head, row, result)) is not None:
+                emissions.append(emission)
         for request_id, choice in result.choices.items():
             head = self._sequences.get(request_id)
             if head is not None:
                 emissions += self._choose(head, choice)
         return emissions
 
-    def _settle_row(self, head: Sequence, row: ScheduledRow, result: StepResult) -> tuple[Emission, ...]:
+    def _settle_row(self, head: Sequence, row: ScheduledRow, result: StepResult) -> Emission | None:
         error = result.errors.get(row.request_id) if result.errors else None
         if error is not None:
             self._end(head, FinishReason.FAILED)
-            return (Emission(row.request_id, (), FinishReason.FAILED, error),)
+            return Emission(row.request_id, (), FinishReason.FAILED, error)
         seq = head.beams[row.beam] if head.beams else head
         end = row.end
         tokens: tuple[int, ...] = ()
         if row.num_logits and seq.request.search is None:
             tokens = seq.learn(end, result.tokens.get(row.request_id))
+        if len(tokens) > 1:  # drafts that were right
             end += len(tokens) - 1
+            if head.status is Status.RUNNING:
+                seq.num_computed_tokens = end
         if head.status is Status.RUNNING:  # else it was preempted meanwhile, and only its tokens are new
-            seq.num_computed_tokens += end - row.end  # drafts that were right
             self.memory.commit(seq, end)
         if tokens:
-            return (self._emit(seq, tokens, end, result),)
+            return self._emit(seq, tokens, end, result)
         if seq.tails and end == len(seq.tokens):
             tails, seq.tails = seq.tails, ()
             self._branch(seq, [(seq, tail) for tail in tails])
-        return ()
+        return None
 
     def check(self) -> None:
         """Raise EngineDeadError unless every sequence is waiting or running and blocks are held by running ones only."""
@@ -304,13 +305,13 @@ class Scheduler:
 
     def _emit(self, seq: Sequence, tokens: tuple[int, ...], end: int, result: StepResult) -> Emission:
         """Report the tokens, the last of which is at position `end`, and end the sequence if that does."""
+        key, reason = seq.request.request_id, seq.request.ends_with(tokens[-1], end + 1)
+        if key in result.stopped and len(tokens) == len(result.tokens[key]):
+            reason = FinishReason.STOP
         self._policy.charge(seq, 0, len(tokens))
-        is_stopped = seq.request_id in result.stopped and len(tokens) == len(result.tokens[seq.request_id])
-        reason = FinishReason.STOP if is_stopped else seq.request.ends_with(tokens[-1], end + 1)
         if reason is not None:
             self._end(seq, reason)
-        notes = result.notes.get(seq.request_id, ())
-        return Emission(seq.request_id, tokens, reason, notes=notes[: len(tokens)] if notes else ())
+        return Emission(key, tokens, reason, None, result.notes[key][: len(tokens)] if key in result.notes else ())
 
     def _choose(self, head: Sequence, choice: Choice) -> list[Emission]:
         """Let the beams of a search go on as it has chosen, or end it."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hf_cb.core.memory import SequenceMemory
-from hf_cb.core.output import Moves, ScheduledRow, SchedulerOutput
+from hf_cb.core.output import NO_MOVES, Moves, ScheduledRow, SchedulerOutput
 from hf_cb.core.sequence import Sequence
 
 Draft = Callable[[Sequence, int], tuple[int, ...]]
@@ -43,6 +43,8 @@ class StepPlan:
 
     def move(self, moves: Moves) -> None:
         """Let the memory's content be copied before the step."""
+        if moves is NO_MOVES:
+            return
         self.swap_out += moves.swap_out
         self.swap_in += moves.swap_in
         for block, copy in moves.copies:
