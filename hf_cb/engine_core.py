@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hf_cb.core.output import Emission, Moves, SchedulerOutput, StepResult
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import EngineDeadError
-from hf_cb.request import Request
+from hf_cb.request import FinishReason, Request
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.lockstep import End, Lockstep, ReleaseKV
 from hf_cb.runtime.model_runner import DEVICE_LOST, Launched, ModelRunner, given_up
@@ -33,6 +33,15 @@ class Look(enum.Enum):
 
 FollowWeights = Callable[[Look], bool]
 """Brings copies of the weights up to date, and tells whether any was seen to have changed since the last time."""
+
+
+class Load(NamedTuple):
+    """Requests that run and wait, seats that are free, and blocks that are held. A request with beams runs as all of them."""
+
+    running: int
+    waiting: int
+    seats: int
+    blocks_used: int
 
 
 class Admission(NamedTuple):
@@ -158,7 +167,7 @@ class EngineCore:
             seconds=time.perf_counter() - max(flight.began, self._idle_since),
             model_seconds=self.runner.model_seconds,
             rows=tuple((row.request_id, len(row.token_ids)) for row in output.rows),
-            sampled=tuple(emission.request_id for emission in emissions if emission.tokens),
+            sampled=tuple(emission.request_id for emission in emissions for _ in emission.tokens),
             preempted=output.preempted,
             num_waiting=scheduler.num_waiting,
             blocks_used=flight.blocks_used,
@@ -167,6 +176,42 @@ class EngineCore:
         )
         self._idle_since = ended
         return emissions, record
+
+    def abort(self, request_id: int, reason: FinishReason) -> None:
+        """End a request now, and give back all that it holds. Ids that are unknown or have ended are fine."""
+        self.scheduler.abort(request_id, reason)
+        self.runner.remove(request_id)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask, here and below."""
+        self.scheduler.check_fits(request)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of prompt and output that the KV cache holds for one request."""
+        return self.scheduler.memory.max_tokens
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        scheduler = self.scheduler
+        return Load(scheduler.num_running, scheduler.num_waiting, scheduler.num_seats, scheduler.memory.blocks_used)
+
+    @property
+    def num_preemptions(self) -> tuple[int, int]:
+        """How often a sequence was preempted, and how often it was swapped out then."""
+        return self.scheduler.num_preemptions, self.scheduler.num_swaps
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return self.cache.num_blocks
+
+    @property
+    def graphs(self) -> tuple[int, str]:
+        """How many CUDA graphs there are, and why there are no more."""
+        graphs = self.runner.graphs
+        return (0, "none were asked for") if graphs is None else (graphs.count, graphs.reason)
 
     @property
     def has_work(self) -> bool:

@@ -24,7 +24,6 @@ from hf_cb.core.priority import Priority
 from hf_cb.core.reach import Reach
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.core.swap_cost import SwapCost
-from hf_cb.engine import Served
 from hf_cb.engine_core import EngineCore, FollowWeights, Look
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.calls.generate import defaults_of
@@ -36,6 +35,7 @@ from hf_cb.hf.twins.own_code import own_code
 from hf_cb.hf.twins.tensor_parallel import lockstep_of, uneven_heads
 from hf_cb.hf.twins.twin import merge_notes, shared_tensors
 from hf_cb.hf.twins.weights import WeightWatch, plain_parts
+from hf_cb.intake import Served
 from hf_cb.options import Defaults
 from hf_cb.runtime import graphs
 from hf_cb.runtime.kv_cache import KVCache

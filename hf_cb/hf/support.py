@@ -21,7 +21,7 @@ from hf_cb.attention.backend import AttentionBackend, block_multiple, choose_att
 from hf_cb.attention.native import NativeCPUBackend
 from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
-from hf_cb.errors import InvalidArgumentError
+from hf_cb.errors import InvalidArgumentError, brief
 from hf_cb.hf.fast.equivalence import ERRORS
 from hf_cb.hf.fast.fusing import Fused, calls_of, parents_of
 from hf_cb.hf.fast.packing import Packs, group_by_input, linear_calls
@@ -102,7 +102,7 @@ def _examine(
     try:
         twin = make_twin(model)
     except Exception as error:
-        raise UnservableError(f"its module tree cannot be copied ({_brief(error)})") from error
+        raise UnservableError(f"its module tree cannot be copied ({brief(error)})") from error
     forward = forward_of(twin)
     if forward is None:
         raise UnservableError("its forward takes no position_ids")
@@ -154,7 +154,7 @@ def _examine(
     except UnservableError:
         raise
     except ERRORS as error:
-        raise UnservableError(f"the packed probe failed ({_brief(error)})") from error
+        raise UnservableError(f"the packed probe failed ({brief(error)})") from error
     return Servable(
         twin=twin,
         forward=forward,
@@ -193,7 +193,7 @@ def _pack(groups: list[list[nn.Module]], memory: int, probe: Callable[[], object
         packs = Packs(groups, memory)
         probe()
     except (*ERRORS, UnservableError) as error:
-        logger.warning("weights are not packed: the model does not run as before with them (%s)", _brief(error))
+        logger.warning("weights are not packed: the model does not run as before with them (%s)", brief(error))
         packs.undo()
         return Packs()
     return packs
@@ -206,7 +206,7 @@ def _fuse(fuse: Callable[[Fused], None], probe: Callable[[], object]) -> None:
         fuse(fused)
         probe()
     except Exception as error:  # of foreign code, which may raise anything where it is not meant to be
-        logger.warning("layers are not fused: the model does not run as before with that (%s)", _brief(error))
+        logger.warning("layers are not fused: the model does not run as before with that (%s)", brief(error))
         fused.undo()
 
 
@@ -215,11 +215,6 @@ def _has_hooks(model: nn.Module) -> bool:
     hooks = (hook for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks) for hook in table.values())
     owners = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks)
     return any(owner.partition(".")[0] not in ("transformers", "accelerate") for owner in owners)
-
-
-def _brief(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text[:160]}"
 
 
 def _max_positions(model: nn.Module) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import crowd
+import inside
 import pytest
 import torch
 import truth
@@ -50,7 +51,7 @@ class Drafts:
 def ask(model: Any, prompts: list[tuple[int, ...]], drafts: Drafts | None, situation: str, options: dict[str, Any]) -> Any:
     with hf_cb.continuous_batching(model, block_size=4, record_steps=1000, **SITUATIONS[situation]) as engine:
         if drafts is not None:
-            engine._worker.core.scheduler._draft = drafts
+            inside.scheduler(engine)._draft = drafts
         with crowd.held(engine, len(prompts)):
             handles = [engine.submit(prompt, max_new_tokens=12, **options) for prompt in prompts]
         results = [handle.result() for handle in handles]
@@ -82,7 +83,7 @@ def test_a_token_that_ends_a_row_in_the_middle_of_drafts() -> None:
     for place in range(1, 4):
         end = row.tokens[place]
         with hf_cb.continuous_batching(model, block_size=4) as engine:
-            engine._worker.core.scheduler._draft = drafts
+            inside.scheduler(engine)._draft = drafts
             result = engine.submit(row.prompt[0], max_new_tokens=12, eos_token_id=end).result()
             assert result.tokens == tuple(row.tokens)[: row.tokens.index(end) + 1]
             result = engine.submit(row.prompt[0], max_new_tokens=place).result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import inside
 import models
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_no_launch_waits_for_the_gpu() -> None:
         want = answers(engine)
     with hf_cb.continuous_batching(model, overlap=True) as engine:
         assert answers(engine) == want  # kernels are compiled and memory is taken
-        runner = engine._worker.core.runner
+        runner = inside.runner(engine)
         launch = runner.launch
 
         def strictly(*args: Any) -> Any:

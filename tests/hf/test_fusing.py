@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import crowd
+import inside
 import models
 import pytest
 import seam
@@ -821,7 +822,7 @@ def test_stacks_of_layers_with_windows(kinds: str, sizes: list[int], num_groups:
     plain, served = (models.tiny("ministral", num_hidden_layers=len(kinds), layer_types=types) for _ in range(2))
     assert [len(stack.layers) for stack in stacks(plain)] == sizes
     with hf_cb.continuous_batching(served) as engine:
-        assert engine._worker.core.scheduler.memory.num_groups == num_groups
+        assert inside.scheduler(engine).memory.num_groups == num_groups
         pair = seam.Duo(plain, served, engine)
         pair.same(PROMPT, max_new_tokens=NEW)
         pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)

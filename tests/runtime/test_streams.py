@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import inside
 import models
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ class Waiting(Download):
 
 def recorded(engine: hf_cb.Engine, **options: Any) -> list[tuple[str, int]]:
     recorder = Recorder()
-    engine._worker.core.runner._streams = recorder
+    inside.runner(engine)._streams = recorder
     engine.submit((4, 5, 6), max_new_tokens=4, **options).result()
     return recorder.notes
 
