@@ -25,7 +25,6 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("queue_timeout", "target_itl_ms") for value in (0, -1, "5", True, float("nan"), float("inf"))),
     *(("kv_dtype", value) for value in ("int8", "fp8", None, torch.float16)),
     *(("policy", value) for value in ("lifo", None, 3)),
-    *(("compile", value) for value in (None, 1, "yes")),
     *(("prefix_cache", value) for value in (1, "yes", None)),
     *(("overlap", value) for value in (1, "yes")),
     *(("graph_memory", value) for value in (-1, 0.5, "5", True, False, [])),
