@@ -22,7 +22,7 @@ from hf_cb.hf.calls.modes import undisturbed
 from hf_cb.hf.calls.native import why_native
 from hf_cb.hf.calls.result_cache import Origin
 from hf_cb.hf.calls.rules import GoNativeError
-from hf_cb.hf.support import UnservableError
+from hf_cb.hf.probe import UnservableError
 from hf_cb.hf.twins.fingerprint import Books, Fingerprint
 from hf_cb.hf.twins.held import joined
 from hf_cb.hf.twins.tensor_parallel import is_split

@@ -28,7 +28,8 @@ from hf_cb.engine_core import EngineCore, FollowWeights, Look
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.calls.generate import defaults_of
 from hf_cb.hf.calls.seeds import draw_seed
-from hf_cb.hf.support import Servable, UnservableError, examine
+from hf_cb.hf.probe import UnservableError
+from hf_cb.hf.support import Servable, Wishes, examine
 from hf_cb.hf.twins.attention import set_port
 from hf_cb.hf.twins.fingerprint import Books
 from hf_cb.hf.twins.own_code import own_code
@@ -133,14 +134,14 @@ def _overlaps(config: CBConfig, device: torch.device, lockstep: Lockstep | None)
 def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None, books: Books) -> Servable:
     """As `examine`; the ranks of a tensor-parallel model, which all come here, serve it together or not at all."""
     kv_dtype = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    wishes = Wishes(config.attention_backend, block_size=config.block_size, kv_dtype=kv_dtype)
     if lockstep is None:
-        memory = _pack_memory(config)
-        return examine(model, config.attention_backend, memory, config.block_size, kv_dtype, books)
+        return examine(model, wishes._replace(pack_memory=_pack_memory(config)), books)
     if config.swap_space:
         raise InvalidArgumentError(f"swap_space: takes 0 for a tensor-parallel model; got {config.swap_space!r}")
     reason: str | None = None
     try:
-        servable = examine(model, config.attention_backend, block_size=config.block_size, kv_dtype=kv_dtype)
+        servable = examine(model, wishes)
     except UnservableError as error:
         reason = uneven_heads(model, lockstep.size) or str(error)
     if not lockstep.least(reason is None):

@@ -36,7 +36,7 @@ from hf_cb.hf.fast.fused_forwards import Attention, FusedLayer, GatedMLP, Norm, 
 from hf_cb.hf.fast.packing import Pack
 from hf_cb.hf.fast.products import OwnProducts, kernels_panel
 from hf_cb.hf.fast.stacking import Chain
-from hf_cb.hf.support import examine
+from hf_cb.hf.support import Wishes, examine
 
 NEW = 8
 ROOM = 1 << 30
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.skipif(not kernels_panel(), reason="the compiled kernel
 
 def fused(model: nn.Module, **options: Any) -> dict[str, int]:
     """How many modules of a twin of `model` have a short forward, by kinds."""
-    twin = examine(model, **{"pack_memory": ROOM, **options}).twin
+    twin = examine(model, Wishes(**{"pack_memory": ROOM, **options})).twin
     forwards = [vars(module).get("forward") for module in twin.modules()]
     forwards += [layer for stack in forwards if isinstance(stack, Stack) for layer in stack.layers]
     return dict(Counter(type(f).__name__ for f in forwards if isinstance(f, Norm | Attention | GatedMLP | FusedLayer | Stack)))
@@ -146,7 +146,7 @@ def test_half_precision_is_as_near_to_the_truth_as_plain(name: str) -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_room_for_some_weights_only(share: float) -> None:
-    whole = examine(models.tiny("llama"), pack_memory=ROOM).packs.num_bytes
+    whole = examine(models.tiny("llama"), Wishes(pack_memory=ROOM)).packs.num_bytes
     kinds = fused(models.tiny("llama"), pack_memory=int(share * whole))
     assert kinds["Norm"] == 7
     assert kinds.get("GatedMLP", 0) < 3
@@ -487,7 +487,7 @@ def test_a_write_is_followed(name: str, write: Callable[[nn.Parameter], None]) -
 
 @pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
 def test_a_pack_that_is_given_up_takes_what_is_over_it_along(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    servable = examine(models.tiny("llama"), pack_memory=ROOM)
+    servable = examine(models.tiny("llama"), Wishes(pack_memory=ROOM))
     layer = servable.twin.model.layers[1]
 
     def fail(pack: Pack) -> None:
@@ -541,7 +541,7 @@ def test_two_engines_one_after_the_other() -> None:
 
 
 def stacks(model: nn.Module) -> list[Stack]:
-    twin = examine(model, pack_memory=ROOM).twin
+    twin = examine(model, Wishes(pack_memory=ROOM)).twin
     return [forward for module in twin.modules() if isinstance(forward := vars(module).get("forward"), Stack)]
 
 
@@ -829,7 +829,7 @@ def test_stacks_of_layers_with_windows(kinds: str, sizes: list[int], num_groups:
 
 
 def test_what_a_stack_is_given_up_for_leaves_the_other_layers_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    servable = examine(models.tiny("llama"), pack_memory=ROOM)
+    servable = examine(models.tiny("llama"), Wishes(pack_memory=ROOM))
     layers = servable.twin.model.layers
 
     def fail(pack: Pack) -> None:
