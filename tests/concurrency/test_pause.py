@@ -40,19 +40,19 @@ def test_it_waits_for_the_step_in_flight(llama: PreTrainedModel) -> None:
         submit_long(engine)
         handle = submit(engine, rows()[0])
         gate.arrival()
-        inside, leave = threading.Event(), threading.Event()
+        entered, leave = threading.Event(), threading.Event()
 
         def pause() -> None:
             with engine.pause():
-                inside.set()
+                entered.set()
                 leave.wait()
 
         thread = threading.Thread(target=pause, daemon=True)
         thread.start()
         wait_until(lambda: inside.num_pauses(engine))
-        assert not inside.wait(0.05)
+        assert not entered.wait(0.05)
         gate.let(float("inf"))
-        assert inside.wait(5)
+        assert entered.wait(5)
         steps = engine.stats().steps
         time.sleep(0.05)
         assert engine.stats().steps == steps
@@ -110,17 +110,17 @@ def test_shutdown_inside(llama: PreTrainedModel, drain: bool) -> None:
 
 def test_shutdown_while_another_thread_pauses(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        leave, inside = threading.Event(), threading.Event()
+        leave, entered = threading.Event(), threading.Event()
 
         def pause() -> GenerationHandle:
             with engine.pause():
                 handle = submit(engine, rows()[0])
-                inside.set()
+                entered.set()
                 leave.wait()
                 return handle
 
         def shut_down() -> None:
-            inside.wait()
+            entered.wait()
             engine.shutdown()
             leave.set()
 

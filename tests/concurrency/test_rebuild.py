@@ -182,7 +182,7 @@ def test_a_pool_that_shrinks_after_the_check(llama: PreTrainedModel) -> None:
 def test_it_is_rebuilt_once_for_all(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     init = Scheduler.__init__
-    monkeypatch.setattr(Scheduler, "__init__", lambda self, **options: (made.append(self), init(self, **options))[1])
+    monkeypatch.setattr(Scheduler, "__init__", lambda self, *a, **o: (made.append(self), init(self, *a, **o))[1])
     with hf_cb.continuous_batching(llama, **SMALL):
         for change in CHANGES:
             change(llama)
@@ -229,7 +229,7 @@ def test_a_change_between_the_check_and_the_submit(llama: PreTrainedModel, monke
         assert together([lambda: ask(llama, rows()[1])]) == [rows()[1].tokens]
 
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        monkeypatch.setattr("hf_cb.engine.release_pool", change)
+        monkeypatch.setattr("hf_cb.intake.release_pool", change)
         assert ask(llama, row, streamer=Streamer(streamed)) == row.tokens
         assert tuple(streamed) == (*row.prompt, *row.tokens)
         assert sum(engine.stats().native_calls.values()) == 2
