@@ -29,9 +29,8 @@ from hf_cb.request import Request
 class KVManager(SequenceMemory):
     """Grows and releases block tables over `pool`, whose blocks hold `block_size` tokens each.
 
-    `shares`: whether what one sequence has computed is used by others. `num_host_blocks`: blocks in the host's memory, to which
-    a sequence that has to wait can be moved. `reaches`: one for each group of layers. `max_step_tokens`: tokens that one
-    sequence can get in a step.
+    `shares`: whether what one sequence has computed is used by others. `num_host_blocks`: of the host, to which a sequence that
+    waits can be moved. `reaches`: one for each group of layers. `max_step_tokens`: that one sequence can get in a step.
     """
 
     def __init__(

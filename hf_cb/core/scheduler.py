@@ -285,14 +285,13 @@ class Scheduler:
             plan.grant(seq, end)
 
     def _preempt(self, seq: Sequence, may_move: bool = False) -> Moves:
-        """Take what `seq` holds. It keeps its tokens; when it is resumed, it computes their keys and values again, or has them
-        copied back from the host. Returns what is to be copied there first."""
+        """Take what `seq` holds. When it is resumed, it computes its keys and values again, or has them copied back from the
+        host. Returns what is to be copied there first."""
         cost = self.memory.cost_of_move(seq) if may_move and not seq.beams else None
-        moves = NO_MOVES
-        if cost is not None and self.swap_cost.is_cheaper(seq.num_computed_tokens, cost):
-            moves = self.memory.move_out(seq)
-            self.num_swaps += 1
-        else:
+        is_moved = cost is not None and self.swap_cost.is_cheaper(seq.num_computed_tokens, cost)
+        moves = self.memory.move_out(seq) if is_moved else NO_MOVES
+        self.num_swaps += is_moved
+        if not is_moved:
             self._release(seq)
         if seq.beams:
             seq.fold()

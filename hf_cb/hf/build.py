@@ -73,22 +73,7 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
     streams = streams_of(servable.device)
     graphs = _graphs(servable, config, resolved, port, cache, lockstep)
     runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams, graphs)
-    memory = KVManager(
-        BlockPool(cache.num_blocks),
-        resolved.block_size,
-        shares=resolved.prefix_cache,
-        num_host_blocks=resolved.num_swap_blocks * num_groups,
-        reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
-        max_step_tokens=resolved.max_batch_tokens,
-    )
-    scheduler = Scheduler(
-        memory,
-        max_batch_tokens=resolved.max_batch_tokens,
-        max_batch_size=resolved.max_batch_size,
-        policy=make_policy(resolved.policy),
-        pacer=None if config.target_itl_ms is None else Pacer(config.target_itl_ms / 1000, resolved.block_size),
-        swap_cost=SwapCost(facts.kv_bytes_per_token * resolved.block_size / num_groups / _COPY_BYTES_PER_SECOND),
-    )
+    scheduler = _scheduler(config, resolved, facts, layout, cache.num_blocks)
     swap_space = SwapSpace(cache, resolved.num_swap_blocks * num_groups, streams) if resolved.num_swap_blocks else None
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
@@ -111,6 +96,26 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
         zeros_are_none=servable.zeros_are_none,
         defaults=defaults,
         draw_seed=draw_seed,
+    )
+
+
+def _scheduler(config: CBConfig, resolved: ResolvedConfig, facts: ModelFacts, layout: KVLayout, num_blocks: int) -> Scheduler:
+    num_groups = len(layout.groups)
+    memory = KVManager(
+        BlockPool(num_blocks),
+        resolved.block_size,
+        shares=resolved.prefix_cache,
+        num_host_blocks=resolved.num_swap_blocks * num_groups,
+        reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
+        max_step_tokens=resolved.max_batch_tokens,
+    )
+    return Scheduler(
+        memory,
+        max_batch_tokens=resolved.max_batch_tokens,
+        max_batch_size=resolved.max_batch_size,
+        policy=make_policy(resolved.policy),
+        pacer=None if config.target_itl_ms is None else Pacer(config.target_itl_ms / 1000, resolved.block_size),
+        swap_cost=SwapCost(facts.kv_bytes_per_token * resolved.block_size / num_groups / _COPY_BYTES_PER_SECOND),
     )
 
 

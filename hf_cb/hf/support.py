@@ -183,10 +183,9 @@ def _made_fast(
         packs = _packed(probe, backend, groups, memory)
     if packs.num_bytes:
         fused = Fused()
-        attention = [*zip(probe.modules, specs, strict=True)]
         own = probe.forward if isinstance(backend, NativeCPUBackend) else None
         try:
-            fused.fuse(probe.twin, groups, packs, attention, calls, own)
+            fused.fuse(probe.twin, groups, packs, dict(zip(probe.modules, specs, strict=True)), calls, own)
             probe.check_sparing(backend)
         except Exception as error:  # of foreign code, which may raise anything where it is not meant to be
             logger.warning("layers are not fused: the model does not run as before with that (%s)", brief(error))

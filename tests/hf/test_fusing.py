@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.llama.modeling_llama import eager_attention_forward as eager
 
 import hf_cb
-from hf_cb.hf.fast import fusing, packing
+from hf_cb.hf.fast import candidates, fusing, packing
 from hf_cb.hf.fast.fused_forwards import Attention, FusedLayer, GatedMLP, Norm, Stack
 from hf_cb.hf.fast.packing import Pack
 from hf_cb.hf.fast.products import OwnProducts, kernels_panel
@@ -161,7 +161,7 @@ def test_the_kernels_activations_are_those_that_modules_are_tried_with(dtype: to
     top = 200.0 if dtype == torch.float16 else 1e6
     gate = torch.cat([torch.linspace(-end, end, 10 * size) for end in (12.0, 200.0, top)]).to(dtype).view(-1, size)
     up = torch.randn(gate.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for number, function in fusing._ACTIVATIONS.items():
+    for number, function in candidates._ACTIVATIONS.items():
         want = function(gate) * up
         for swapped in (False, True):
             got = product.gated(torch.cat([up, gate] if swapped else [gate, up], -1), number, swapped)
