@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numbers
 import reprlib
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +10,8 @@ from typing import Any
 
 from hf_cb.errors import InvalidArgumentError, UnsupportedCallError
 from hf_cb.request import Request, SamplingParams, Service
+from hf_cb.sampling_options import SAMPLING, check_sampling
+from hf_cb.values import ids_of, is_int, is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,7 @@ class Defaults:
 
 
 _DEFAULT_NEW_TOKENS = 20
-_TOKENS = ("suppress_tokens", "begin_suppress_tokens")
-_PENALTIES = ("frequency_penalty", "presence_penalty")
-_WARPERS = ("do_sample", "temperature", "top_k", "top_p", "min_p")
-_SAMPLING = (*_WARPERS, "logit_bias", "repetition_penalty", *_PENALTIES, "min_new_tokens", *_TOKENS)
+_SAMPLING = tuple(option.name for option in SAMPLING)
 _SERVICE = ("priority", "tenant", "cache_salt", "timeout")
 OPTIONS = ("max_new_tokens", "eos_token_id", *_SAMPLING, "seed", *_SERVICE, "logprobs", "prompt_logprobs")
 
@@ -52,7 +49,7 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
     max_new_tokens = options.get("max_new_tokens")
     if max_new_tokens is None:
         max_new_tokens = _default_new_tokens(len(prompt), defaults)
-    if not _is_int(max_new_tokens) or max_new_tokens < 1:
+    if not is_int(max_new_tokens) or max_new_tokens < 1:
         raise InvalidArgumentError(f"max_new_tokens: takes an integer >= 1; got {max_new_tokens!r}")
     service = make_service({name: options[name] for name in _SERVICE if name in options})
     return Request(
@@ -69,7 +66,7 @@ def make_request(input_ids: Any, options: Mapping[str, Any], defaults: Defaults,
 
 def _count(name: str, options: Mapping[str, Any]) -> int | None:
     count = options.get(name)
-    if count is not None and (not _is_int(count) or count < 0):
+    if count is not None and (not is_int(count) or count < 0):
         raise InvalidArgumentError(
             f"{name}: takes how many of the most probable tokens to report, an integer >= 0; got {count!r}"
         )
@@ -79,14 +76,14 @@ def _count(name: str, options: Mapping[str, Any]) -> int | None:
 def make_service(options: Mapping[str, Any]) -> Service:
     """`options` as a Service. Raises InvalidArgumentError, naming the argument."""
     service = Service(**{name: value for name, value in options.items() if value is not None})
-    if not _is_int(service.priority):
+    if not is_int(service.priority):
         raise InvalidArgumentError(f"priority: takes an integer, lower is sooner; got {service.priority!r}")
     for name in ("tenant", "cache_salt"):
         value = getattr(service, name)
         if value is not None and not isinstance(value, str):
             raise InvalidArgumentError(f"{name}: takes a string or None; got {value!r}")
     timeout = service.timeout
-    if timeout is not None and not (_is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
+    if timeout is not None and not (is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
         raise InvalidArgumentError(f"timeout: takes seconds > 0, at most {threading.TIMEOUT_MAX:.0f}, or None; got {timeout!r}")
     return service
 
@@ -100,7 +97,7 @@ def tokenids_of(input_ids: Any) -> tuple[int, ...]:
         ids = ids[0]
     if not ids:
         raise InvalidArgumentError("input_ids: takes at least one token; got an empty prompt")
-    if not all(map(_is_int, ids)):
+    if not all(map(is_int, ids)):
         raise InvalidArgumentError(f"input_ids: takes one prompt's token ids, which are integers; got {_named(ids)}")
     return tuple(map(int, ids))
 
@@ -143,78 +140,8 @@ def _sampling(options: Mapping[str, Any], defaults: SamplingParams, draw_seed: C
     return replace(params, seed=check_seed(seed))
 
 
-def check_sampling(params: SamplingParams) -> SamplingParams:
-    """The same in plain Python numbers, all but the seed. Raises InvalidArgumentError, naming the field.
-
-    Whatever becomes a Request has been here: the engine's thread meets no value that it can't compute with.
-    """
-    suppressed, suppressed_first = (tuple(sorted(ids_of(name, getattr(params, name)))) for name in _TOKENS)
-    if not isinstance(params.do_sample, bool):
-        raise InvalidArgumentError(f"do_sample: takes True or False; got {params.do_sample!r}")
-    if not (_is_number(params.temperature) and 0 < params.temperature <= sys.float_info.max):
-        raise InvalidArgumentError(f"temperature: takes a finite number > 0; got {params.temperature!r}")
-    if not _is_int(params.top_k) or params.top_k < 0:
-        raise InvalidArgumentError(f"top_k: takes an integer >= 0 (0: off); got {params.top_k!r}")
-    if not (_is_number(params.top_p) and 0 <= params.top_p <= 1):
-        raise InvalidArgumentError(f"top_p: takes a number from 0 to 1 (1: off); got {params.top_p!r}")
-    if not (_is_number(params.min_p) and 0 <= params.min_p <= 1):
-        raise InvalidArgumentError(f"min_p: takes a number from 0 to 1 (0: off); got {params.min_p!r}")
-    if not (_is_number(params.repetition_penalty) and 0 < params.repetition_penalty <= sys.float_info.max):
-        raise InvalidArgumentError(f"repetition_penalty: takes a finite number > 0 (1: off); got {params.repetition_penalty!r}")
-    for name in _PENALTIES:
-        value = getattr(params, name)
-        if not (_is_number(value) and abs(value) <= sys.float_info.max):
-            raise InvalidArgumentError(f"{name}: takes a finite number (0: off); got {value!r}")
-    if not _is_int(params.min_new_tokens) or params.min_new_tokens < 0:
-        raise InvalidArgumentError(f"min_new_tokens: takes an integer >= 0; got {params.min_new_tokens!r}")
-    return replace(
-        params,
-        suppress_tokens=suppressed,
-        begin_suppress_tokens=suppressed_first,
-        logit_bias=_biases(params.logit_bias),
-        temperature=float(params.temperature),
-        top_k=int(params.top_k),
-        top_p=float(params.top_p),
-        min_p=float(params.min_p),
-        repetition_penalty=float(params.repetition_penalty),
-        frequency_penalty=float(params.frequency_penalty),
-        presence_penalty=float(params.presence_penalty),
-        min_new_tokens=int(params.min_new_tokens),
-    )
-
-
-def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    """What a mapping from token id to bias says, or pairs of them, by id."""
-    try:
-        pairs = dict(value)
-    except (TypeError, ValueError):
-        pairs = {None: None}
-    if not all(
-        _is_int(token) and token >= 0 and _is_number(bias) and abs(bias) <= sys.float_info.max for token, bias in pairs.items()
-    ):
-        raise InvalidArgumentError(f"logit_bias: takes a mapping from token ids to finite numbers; got {value!r}")
-    return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
-
-
 def check_seed(seed: Any) -> int:
     """The seed if torch's generators take it, else InvalidArgumentError."""
-    if not _is_int(seed) or not 0 <= seed < 1 << 63:
+    if not is_int(seed) or not 0 <= seed < 1 << 63:
         raise InvalidArgumentError(f"seed: takes an integer from 0 to 2**63 - 1; got {seed!r}")
     return int(seed)
-
-
-def ids_of(name: str, value: Any) -> frozenset[int]:
-    """One token id or several, in whatever they come. Raises InvalidArgumentError that begins with `name`."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    ids = [] if value is None else list(value) if isinstance(value, (Sequence, frozenset, set)) else [value]
-    if not all(_is_int(token) and token >= 0 for token in ids):
-        raise InvalidArgumentError(f"{name}: takes a token id, several, or None; got {value!r}")
-    return frozenset(map(int, ids))
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))  # numpy's too
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))

@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Any
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.handle import GenerationHandle
 from hf_cb.options import Defaults, make_request
+from hf_cb.sampling_options import SAMPLING
 from hf_cb.text import stream_text
 
 if TYPE_CHECKING:
     from hf_cb.server.models import ServedModel
 
-INTEGERS = ("max_new_tokens", "top_k", "seed")
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
-SETTINGS = (*INTEGERS, *NUMBERS)
+_TYPED = [option for option in SAMPLING if option.kind in (int, float)]
+KINDS: dict[str, type] = {"max_new_tokens": int, "seed": int, **{option.name: option.kind for option in _TYPED}}
 """What can be set of an answer: options of `Engine.submit`; a temperature of 0 takes the most probable token each time."""
+HELP = {option.name: f"{option.help} Takes {option.takes}. Default: the model's own." for option in _TYPED} | {
+    "temperature": "Divides the logits: below 1, probable tokens become more probable; 0 takes the most probable token each "
+    "time. Default: the model's own.",
+    "seed": "Draws the tokens of every answer from this seed. Default: another one for each answer.",
+}
+"""What they do, but for `max_new_tokens`."""
 
 
 class Conversation:
@@ -51,23 +57,23 @@ class Conversation:
         self._said.clear()
 
     def set(self, name: str, text: str) -> None:
-        """Set one of `SETTINGS`. Raises InvalidArgumentError."""
-        if name not in SETTINGS:
-            raise InvalidArgumentError(f"{name}: no such setting; there are {', '.join(SETTINGS)}")
+        """Set one of `KINDS`. Raises InvalidArgumentError."""
+        if name not in KINDS:
+            raise InvalidArgumentError(f"{name}: no such setting; there are {', '.join(KINDS)}")
         try:
-            settings = {**self.settings, name: int(text) if name in INTEGERS else float(text)}
+            settings = {**self.settings, name: KINDS[name](text)}
         except ValueError:
-            kind = "an integer" if name in INTEGERS else "a number"
+            kind = "an integer" if KINDS[name] is int else "a number"
             raise InvalidArgumentError(f"{name}: takes {kind}; got {text!r}") from None
         submit_options(settings)
         self.settings = settings
 
 
-_DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_DRAWING = {"seed", *(option.name for option in SAMPLING if option.draws)}
 
 
 def submit_options(settings: Mapping[str, float]) -> dict[str, Any]:
-    """What `Engine.submit` is given for these of `SETTINGS`. Raises InvalidArgumentError for a value that it does not take."""
+    """What `Engine.submit` is given for these of `KINDS`. Raises InvalidArgumentError for a value that it does not take."""
     temperature = settings.get("temperature")
     if temperature is None:
         options: dict[str, Any] = dict(settings)

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hf_cb.cli.arguments import MODEL, Commands, add_command, add_loading, count, load, named_as_options
-from hf_cb.cli.conversation import INTEGERS, SETTINGS, Conversation, submit_options
+from hf_cb.cli.conversation import HELP, KINDS, Conversation, submit_options
 from hf_cb.errors import EngineClosedError, EngineDeadError, HFCBError, InvalidArgumentError, RequestTooLongError
 
 if TYPE_CHECKING:
@@ -23,22 +23,12 @@ _EXAMPLES = """\
 _HELP = f"""\
 /reset             forget what was said
 /system [TEXT]     begin anew with another system prompt, or with none
-/set NAME VALUE    for the next answers: {", ".join(SETTINGS)}
+/set NAME VALUE    for the next answers: {", ".join(KINDS)}
 /help              this
 /exit              leave; so do Ctrl-D, and Ctrl-C twice
 Ctrl-C stops an answer. What came of it stays part of the chat."""
 # A model's words must not move the cursor, ring the bell or set the title: no control characters but tab and newline.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-
-
-_SAMPLING = {
-    "temperature": "default: the model's own; 0: always the most probable token",
-    "top_p": "default: the model's own",
-    "top_k": "default: the model's own",
-    "min_p": "default: the model's own",
-    "repetition_penalty": "default: the model's own",
-    "seed": "of the answers' draws (default: another one for each)",
-}
 
 
 def add_to(commands: Commands) -> None:
@@ -53,9 +43,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--max-new-tokens", type=count, metavar="N", default=1024, help="the most tokens of an answer (default: 1024)"
     )
-    for name, text in _SAMPLING.items():
-        kind, metavar = (int, "N") if name in INTEGERS else (float, "X")
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    for name, text in HELP.items():
+        metavar = "N" if KINDS[name] is int else "X"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=KINDS[name], metavar=metavar, help=text)
     add_loading(parser)
     parser.set_defaults(run=run)
 
@@ -65,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(highlight=False)
-    settings = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    settings = {name: getattr(args, name) for name in KINDS if getattr(args, name) is not None}
     with named_as_options():
         submit_options(settings)  # before the model is loaded
     served = load(args.model, args)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -98,20 +99,36 @@ def _positions(
 
 
 def warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Temperature, top-k, top-p, min-p of each row of scores [n, vocab], in this order."""
+    """The temperature, then the `FILTERS`, of each row of scores [n, vocab]."""
     hot = [p.temperature for p in params]
     if any(value != 1.0 for value in hot):
         _temperature(scores, hot)
     # On a GPU sorting is cheap, and looking whether a row is certain would wait for the device.
-    left = filter_by_head(scores, params) if scores.device.type == "cpu" else list(range(len(params)))
-    for option, is_on, apply in _FILTERS:
-        members = [i for i in left if is_on(params[i])]
+    settled = _settled_by_head(scores, params) if scores.device.type == "cpu" else set()
+    for one in FILTERS:
+        members = [i for i, p in enumerate(params) if one.is_on(p) and not (one.by_head and i in settled)]
         if not members:
             continue
-        values = [float(getattr(params[i], option)) for i in members]
+        values = [float(getattr(params[i], one.option)) for i in members]
         index = to_device(members, torch.int64, scores.device)
-        scores.index_copy_(0, index, apply(scores.index_select(0, index), values))
+        scores.index_copy_(0, index, one.apply(scores.index_select(0, index), values))
     return scores
+
+
+def _settled_by_head(scores: torch.Tensor, params: Sequence[SamplingParams]) -> set[int]:
+    """Apply the filters that the head of the distribution tells, to the rows for which it does; which those are.
+
+    A row with another filter before one of those is left to the exact forms, in their order.
+    """
+    last = max(i for i, one in enumerate(FILTERS) if one.by_head)
+    others = [one for one in FILTERS[:last] if not one.by_head]
+    able = [i for i, p in enumerate(params) if not any(one.is_on(p) for one in others)]
+    index = to_device(able, torch.int64, scores.device)
+    own = scores if len(able) == len(params) else scores.index_select(0, index)
+    left = {able[i] for i in filter_by_head(own, [params[i] for i in able])} if able else set()
+    if own is not scores:
+        scores.index_copy_(0, index, own)
+    return set(able) - left
 
 
 def _column(values: Sequence[float], scores: torch.Tensor) -> torch.Tensor:
@@ -168,9 +185,20 @@ def _min_p(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
     return scores.masked_fill_(drop, -math.inf)
 
 
-_Apply = Callable[[torch.Tensor, Sequence[float]], torch.Tensor]
-_FILTERS: tuple[tuple[str, Callable[[SamplingParams], bool], _Apply], ...] = (
-    ("top_k", lambda p: p.top_k != 0, _top_k),
-    ("top_p", lambda p: p.top_p < 1.0, _top_p),
-    ("min_p", lambda p: p.min_p > 0.0, _min_p),
+class Filter(NamedTuple):
+    """What takes tokens away from those that are drawn from. `apply`: (scores [n, vocab], a value for each row) -> scores.
+
+    `by_head`: whether `truncation` knows it, too.
+    """
+
+    option: str
+    is_on: Callable[[SamplingParams], bool]
+    apply: Callable[[torch.Tensor, Sequence[float]], torch.Tensor]
+    by_head: bool = False
+
+
+FILTERS: tuple[Filter, ...] = (  # in their order, which is transformers' own
+    Filter("top_k", lambda p: p.top_k != 0, _top_k, by_head=True),
+    Filter("top_p", lambda p: p.top_p < 1.0, _top_p, by_head=True),
+    Filter("min_p", lambda p: p.min_p > 0.0, _min_p, by_head=True),
 )

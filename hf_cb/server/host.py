@@ -12,7 +12,7 @@ from hf_cb.server.errors import api_error, refused, too_long
 from hf_cb.server.logprobs import TokenTexts
 from hf_cb.server.models import ServedModel
 from hf_cb.server.prompts import Prompts
-from hf_cb.server.protocol import ChatBody, CompletionBody
+from hf_cb.server.protocol import SAMPLING_FIELDS, ChatBody, CompletionBody
 from hf_cb.server.reading import Reading
 from hf_cb.server.settings import ServerSettings
 from hf_cb.server.stops import StopStrings
@@ -104,12 +104,7 @@ class Host:
     def _sampling(self, body: ChatBody | CompletionBody) -> dict[str, Any]:
         """Options of `Engine.submit`; what is left out comes from the model's generation config."""
         given = {
-            "top_p": body.top_p,
-            "min_p": body.min_p,
-            "repetition_penalty": body.repetition_penalty,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-            "min_new_tokens": body.min_tokens,
+            **{name: getattr(body, field) for name, field in SAMPLING_FIELDS.items() if name not in ("temperature", "top_k")},
             "seed": body.seed,
             "cache_salt": body.cache_salt,
             "logprobs": body.num_logprobs,
@@ -139,7 +134,7 @@ def _params(body: ChatBody | CompletionBody) -> dict[str, str]:
     return {
         "input_ids": "messages" if isinstance(body, ChatBody) else "prompt",
         "max_new_tokens": "max_completion_tokens" if is_new else "max_tokens",
-        "min_new_tokens": "min_tokens",
+        **SAMPLING_FIELDS,
         "timeout": "x-request-timeout",
         "priority": "x-priority",
         "tenant": "x-tenant",

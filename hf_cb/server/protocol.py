@@ -6,10 +6,12 @@ Source: https://platform.openai.com/docs/api-reference/chat and /completions.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
+
+from hf_cb.sampling_options import SAMPLING, BodyField, Option
 
 _MAX_STOPS = 16
 _MAX_SEED = (1 << 62) - 1  # the seeds of further choices follow
@@ -22,7 +24,6 @@ Count = Annotated[int, Field(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 """As all lists here, it is refused for the first part that is wrong: telling of each would hold up the event loop."""
 
@@ -60,7 +61,30 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Common(Body):
+def _type_of(option: Option, field: BodyField) -> Any:
+    least = Field(gt=field.least) if field.above else Field(ge=field.least)
+    return Annotated[option.kind, least, Field(le=field.most)] | None
+
+
+SAMPLING_FIELDS: dict[str, str] = {option.name: option.field.name for option in SAMPLING if option.field is not None}
+"""Options of `Engine.submit` -> the fields that they come from, under OpenAI's names or vLLM's."""
+
+if TYPE_CHECKING:
+
+    class SamplingFields(Body):
+        """What the table of sampling options has for bodies; these two are met by name."""
+
+        temperature: float | None
+        top_k: int | None
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=Body,
+        **{option.field.name: (_type_of(option, option.field), None) for option in SAMPLING if option.field is not None},
+    )
+
+
+class Common(SamplingFields):
     """Both endpoints' fields. `user`, `metadata`, `safety_identifier` and `prompt_cache_key` are taken and ignored."""
 
     model: str
@@ -69,10 +93,6 @@ class Common(Body):
     n: Count | None = None
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=_MAX_BIASES), _at_most(_MAX_BIASES)] | None = None
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA), _at_most(_MAX_METADATA)] | None = None
@@ -80,10 +100,6 @@ class Common(Body):
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     # Beyond OpenAI's, under the names that vLLM has for them:
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1 or 0: off
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
 

@@ -34,8 +34,10 @@ from hf_cb.hf.calls.rules import Ends, GoNativeError, OwnRules, Part, criteria_o
 from hf_cb.hf.calls.sampling import PromptShape, split
 from hf_cb.hf.calls.tokenizing import stop_string_criterion
 from hf_cb.intake import Intake
-from hf_cb.options import Defaults, check_seed, ids_of
+from hf_cb.options import Defaults, check_seed
 from hf_cb.request import Request, SamplingParams, Service
+from hf_cb.sampling_options import params_of_config
+from hf_cb.values import ids_of
 
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *_BEAMS)
@@ -308,21 +310,6 @@ def defaults_of(config: GenerationConfig, max_positions: int | None) -> Defaults
     """What `Engine.submit` takes from a model's generation config."""
     eos = ids_of("eos_token_id", config.eos_token_id)
 
-    def value(name: str, otherwise: Any) -> Any:
-        found = getattr(config, name, None)
-        return otherwise if found is None else found
-
-    sampling = SamplingParams(
-        do_sample=bool(config.do_sample),
-        temperature=value("temperature", 1.0),
-        top_k=value("top_k", 50),
-        top_p=value("top_p", 1.0),
-        min_new_tokens=value("min_new_tokens", 0),
-        min_p=value("min_p", 0.0),
-        repetition_penalty=value("repetition_penalty", 1.0),
-        suppress_tokens=value("suppress_tokens", ()),
-        begin_suppress_tokens=value("begin_suppress_tokens", ()),
-    )
     set_here = (name for name in FATES if does_something(name, getattr(config, name, None)))
     unserved = tuple(name for name in set_here if has_no_form_for_submit(name))
-    return Defaults(config.max_new_tokens, config.max_length, max_positions, eos, sampling, unserved)
+    return Defaults(config.max_new_tokens, config.max_length, max_positions, eos, params_of_config(config), unserved)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from hf_cb.sampling_options import SAMPLING
+
 Where = Literal["engine", "native"]
 
 
@@ -58,7 +60,6 @@ FATES: dict[str, Fate] = {
     # Length and ends
     "max_new_tokens": Fate("engine"),
     "max_length": Fate("engine"),
-    "min_new_tokens": Fate("engine"),
     "min_length": Fate("engine"),
     "eos_token_id": Fate("engine", "one or several"),
     "pad_token_id": Fate("engine"),
@@ -67,15 +68,8 @@ FATES: dict[str, Fate] = {
     "stop_strings": Fate("engine", _ROWS),
     "token_healing": Fate("native"),
     # Choosing tokens
-    "do_sample": Fate("engine"),
-    "temperature": Fate("engine"),
-    "top_k": Fate("engine"),
-    "top_p": Fate("engine"),
+    **{option.name: Fate("engine") for option in SAMPLING if option.in_config},
     "num_return_sequences": Fate("engine", "samples fork from the first one's prompt; or the best of the beams"),
-    "min_p": Fate("engine"),
-    "repetition_penalty": Fate("engine"),
-    "suppress_tokens": Fate("engine"),
-    "begin_suppress_tokens": Fate("engine"),
     **dict.fromkeys(
         (
             "top_h",

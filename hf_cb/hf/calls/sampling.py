@@ -22,20 +22,11 @@ from transformers.generation.logits_process import (
 
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.calls.rules import GoNativeError
-from hf_cb.options import check_sampling
 from hf_cb.request import SamplingParams
+from hf_cb.sampling_options import SAMPLING, check_sampling
 
 _Parameter = tuple[str, Any]
-_ORDER = (
-    "repetition_penalty",
-    "min_new_tokens",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-)
+_ORDER = tuple(option.name for option in SAMPLING)
 """The order in which the engine applies its fields; transformers' is the same."""
 
 
