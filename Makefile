@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat test hf-tests sanitize bench peers evaluate clean
+.PHONY: help docs demo chat test hf-tests sanitize bench peers evaluate clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -53,8 +53,11 @@ evaluate: $(VENV)/.demo ## lm-eval's tasks, plain and with hf_cb, in an environm
 	"$$($(BIN)/python -c 'from benchmarks import peer_environments; print(peer_environments.python("lm_eval"))')" \
 	-m integrations.evaluation $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
+docs: $(VENV)/.docs ## this project's documentation as a site, in site/index.html
+	$(BIN)/mkdocs build --quiet
+
 clean: ## remove the environment and all that was built
-	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) site build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and by its exact version: left to the dependencies, pip takes the newest, with every CUDA library.
@@ -71,4 +74,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps --upgrade --target $(VENV)/quantized bitsandbytes torchao
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(PIP) --editable '.[docs]'
 	@touch $@

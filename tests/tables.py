@@ -1,19 +1,24 @@
-"""The README's tables, made from the code: `python tests/tables.py` writes them into the README, a test compares."""
+"""What the docs state from the code, made from the code: `python tests/tables.py` writes it into the pages, a test compares."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import models
 
 import hf_cb
+from hf_cb import sampling_options
 from hf_cb.cli import main as cli
 from hf_cb.hf.calls import option_table
 from hf_cb.metrics import catalog
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "hf_cb"
 
 
 def _base(name: str) -> str:
@@ -46,25 +51,57 @@ def command_table() -> str:
     return "\n".join(["| command | |", "|---|---|", *lines])
 
 
+def file_table() -> str:
+    """A line for each file of the package, by its docstring or first comment."""
+    paths = sorted(PACKAGE.rglob("*"), key=lambda path: (len(path.relative_to(PACKAGE).parts) > 1, path))
+    lines = [
+        f"| `{path.relative_to(PACKAGE)}` | {_first_words(path)} |"
+        for path in paths
+        if path.suffix in (".py", ".cpp", ".h") and path.name not in ("__init__.py", "__main__.py")
+    ]
+    return "\n".join(["| file | what it is |", "|---|---|", *lines])
+
+
+def _first_words(path: Path) -> str:
+    """Its first sentence, without the name that it may begin with."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        text = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+    else:
+        text = " ".join(line.removeprefix("//").strip() for line in text.split("\n\n")[0].splitlines() if line.startswith("//"))
+    sentence = re.split(r"(?<=[.!])\s", " ".join(text.split()))[0].rstrip(".")
+    return sentence.replace("|", "\\|")
+
+
+class Part(NamedTuple):
+    """A generated part of a page."""
+
+    page: Path
+    make: Callable[[], str]
+
+
+PARTS = {
+    "options": Part(ROOT / "docs/options.md", option_table.markdown),
+    "sampling": Part(ROOT / "docs/options.md", sampling_options.markdown),
+    "models": Part(ROOT / "docs/options.md", model_table),
+    "metrics": Part(ROOT / "docs/metrics.md", catalog.markdown),
+    "commands": Part(ROOT / "docs/command-line.md", command_table),
+    "files": Part(ROOT / "ARCHITECTURE.md", file_table),
+}
+
+
 def between_marks(text: str, name: str) -> str:
-    """What the README has between `<!-- name -->` and `<!-- /name -->`."""
-    match = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", text, re.DOTALL)
-    assert match, f"the README has no marks for {name}"
+    """What a page has between `<!-- name -->` and `<!-- /name -->`."""
+    match = re.search(rf"<!-- {name} -->\n(.*?)\n?<!-- /{name} -->", text, re.DOTALL)
+    assert match, f"there are no marks for {name}"
     return match[1]
 
 
 def main() -> None:
-    text = README.read_text()
-    tables = {
-        "options": option_table.markdown(),
-        "models": model_table(),
-        "metrics": catalog.markdown(),
-        "commands": command_table(),
-    }
-    for name, table in tables.items():
-        before = between_marks(text, name)
-        text = text.replace(f"<!-- {name} -->\n{before}\n", f"<!-- {name} -->\n{table}\n")
-    README.write_text(text)
+    for name, part in PARTS.items():
+        text = part.page.read_text()
+        before = text[text.index(f"<!-- {name} -->") : text.index(f"<!-- /{name} -->")]
+        part.page.write_text(text.replace(before, f"<!-- {name} -->\n{part.make()}\n"))
 
 
 if __name__ == "__main__":

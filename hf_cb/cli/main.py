@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if package not in _OPTIONAL:
             raise
         extra = "tracing" if package == "opentelemetry" else "server" if args.command == "serve" else "cli"
-        return _fail(f"{args.command} needs {package}: pip install 'hf-cb[{extra}]', or in a clone pip install -e '.[{extra}]'")
+        return _fail(f"{args.command} needs {package}: in the checkout of hf_cb, pip install '.[{extra}]'")
     except (HFCBError, OSError) as error:
         return _fail(str(error))
     return status

@@ -68,7 +68,7 @@ def test_a_missing_extra_is_a_line_with_the_command_that_gets_it(
     assert main(command) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hf-cb: {command[0]} needs {package}")
-    assert line.endswith(f": pip install 'hf-cb[{extra}]', or in a clone pip install -e '.[{extra}]'")
+    assert line.endswith(f": in the checkout of hf_cb, pip install '.[{extra}]'")
 
 
 @pytest.mark.parametrize(

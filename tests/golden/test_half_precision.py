@@ -1,9 +1,9 @@
 """bfloat16 and float16: where a token is another than plain `generate()`'s, the two were nearly equally likely to plain, too.
 
 Rounding in another place moves a logit by some units in its last place, and what was nearly a tie may come out the other way.
-How nearly is stated here and in the README: within BOUND units in the last place (a unit: the dtype's `eps` times the largest
-logit of the row). That holds at every token of plain's text, not only where a row first leaves it. How many rows leave it
-hangs on the processor's instructions, and is not promised.
+How nearly is stated here and in docs/limits.md: within BOUND units in the last place (a unit: the dtype's `eps` times the
+largest logit of the row). That holds at every token of plain's text, not only where a row first leaves it. How many rows leave
+it hangs on the processor's instructions, and is not promised.
 """
 
 from __future__ import annotations

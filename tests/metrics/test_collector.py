@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import inside
 import pytest
-import tables
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -103,7 +102,3 @@ def test_it_registers_where_a_program_keeps_its_metrics(engine: hf_cb.Engine) ->
     assert registry.get_sample_value("hf_cb_engine_steps_total", {"model": "n"}) == 0
     assert b'hf_cb_engine_steps_total{model="n"}' in generate_latest(registry)
     list(parse_openmetrics(openmetrics.generate_latest(registry).decode()))  # the stricter form is well-formed, too
-
-
-def test_the_readme_has_the_table() -> None:
-    assert tables.between_marks(tables.README.read_text(), "metrics") == catalog.markdown(), "run: python tests/tables.py"

@@ -1,4 +1,4 @@
-"""The packaged chat model behind the server, as the README has it: its commands' bodies, and plain generate's answers."""
+"""The packaged chat model behind the server, as docs/server.md has it: its commands' bodies, and plain generate's answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from demo.prompts import QUESTIONS
 
 pytestmark = pytest.mark.timeout(300)  # a cold cache prepares the model first
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/server.md").read_text()
 NEW = 6
 
 
@@ -29,7 +29,7 @@ def server() -> Iterator[web.Running]:
 
 
 def test_the_readmes_request(server: web.Running) -> None:
-    (body,) = re.findall(r"curl http://127.0.0.1:8000(/\S+) .*\n *-d '(.*)'\n", README)
+    (body,) = re.findall(r"curl http://127.0.0.1:8000(/\S+) .*\n *-d '(.*)'\n", PAGE)
     path, content = body
     reply = server.post(path, json=json.loads(content)).json()
     assert "Paris" in reply["choices"][0]["message"]["content"]
@@ -37,7 +37,7 @@ def test_the_readmes_request(server: web.Running) -> None:
 
 
 def test_the_readmes_program(server: web.Running, capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = re.findall(r"```python\n(from openai[^`]*)```", README)
+    (program,) = re.findall(r"```python\n(from openai[^`]*)```", PAGE)
     names: dict[str, Any] = {}
     exec(compile(program.replace("http://127.0.0.1:8000", server.url), "README.md", "exec"), names)
     names["client"].close()

@@ -1,4 +1,4 @@
-"""What becomes of every option of `generate()`. The README's table is made from this; a test walks transformers' own list.
+"""What becomes of every option of `generate()`. The docs' table is made from this; a test walks transformers' own list.
 
 The decision itself is taken in `generate.py`, on what transformers has made of the options (its processors and criteria).
 """
