@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for x in args.points or args.default
         ]
     result = {"kind": args.kind, "dtype": args.dtype, "machine": machine.describe(), "arguments": vars(args), "points": points}
-    args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"{args.kind}.json"
-    file.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    file = pictures.save(result, args.out / f"{args.kind}.json")
     for point in points:
         print(f"\n{args.kind} {point['x']:g}\n{report.table(point['peers'], 0)}")
     print(f"\n{file}\n{pictures.draw(result, file.with_suffix('.png'))}")
