@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import hf_cb
 from benchmarks import lineup, long_prompts, machine, paper_pictures, pictures, prefix, report, subject
 from benchmarks.lineup import Lineup
-from benchmarks.peers import ALL_STEPS, STATIC_BATCH, installed
+from benchmarks.peers import ALL_STEPS, STATIC_BATCH, inputs, installed
 from benchmarks.subject import Subject
 from benchmarks.trace import traced
 from benchmarks.workload import Item, Workload
@@ -34,11 +33,11 @@ from hf_cb.core.output import SchedulerOutput
 
 Points = list[dict[str, Any]]
 BLOCK = 16
-_REQUESTS = 32
+REQUESTS = 32
 _SHARING_REQUESTS = 4
 _WIDTHS = (2, 4, 6)  # samples, or beams: the paper's
 _PROMPT, _OUTPUT = 64, 32  # tokens; the mean where output lengths spread
-_CAPS = (8, 32, 128, 384)  # the longest output
+CAPS = (8, 32, 128, 384)  # the longest output
 
 
 def memory(measured: Subject, args: argparse.Namespace) -> Points:
@@ -47,7 +46,7 @@ def memory(measured: Subject, args: argparse.Namespace) -> Points:
     The pages are this engine's own, from its records. What reservations would have held is counted for the same requests in
     the same steps; static batches for the same requests, 16 at a time.
     """
-    workload = Workload.make(measured.source, _REQUESTS, seed=args.seed, scale=args.scale)
+    workload = Workload.make(measured.source, REQUESTS, seed=args.seed, scale=args.scale)
     with installed(measured.model, record_steps=ALL_STEPS, block_size=BLOCK, prefix_cache=False) as engine:
         handles = [engine.submit(item.prompt, max_new_tokens=item.output_length) for item in workload.items]
         for handle in handles:
@@ -90,7 +89,7 @@ def reserved_shares(
 def sharing(measured: Subject, args: argparse.Namespace) -> Points:
     """Blocks that samples, or beams, of one prompt share, as a share of what they would hold each by itself."""
     workload = Workload.make(measured.source, _SHARING_REQUESTS, seed=args.seed, scale=args.scale)
-    prompts = [torch.tensor([item.prompt]) for item in workload.items]
+    prompts = [inputs(measured.model, item) for item in workload.items]
     new = max(2, round(96 * args.scale))
     kinds = {"samples": lambda n: {"do_sample": True, "num_return_sequences": n}, "beams": lambda n: {"num_beams": n}}
     points = []
@@ -99,7 +98,7 @@ def sharing(measured: Subject, args: argparse.Namespace) -> Points:
             for width in _WIDTHS:
                 call = {"max_new_tokens": new, "pad_token_id": 0, **options(width)}
                 with traced() as trace, ThreadPoolExecutor(len(prompts)) as threads:
-                    list(threads.map(lambda prompt, call=call: measured.model.generate(prompt, **call), prompts))
+                    list(threads.map(lambda prompt, call=call: measured.model.generate(**prompt, **call), prompts))
                 points.append({"kind": kind, "width": width, "saved": blocks_saved(trace.outputs)})
         if engine.stats().native_calls:
             raise RuntimeError(f"native calls: {dict(engine.stats().native_calls)}")
@@ -121,7 +120,7 @@ def lengths(measured: Subject, args: argparse.Namespace) -> Points:
     here as static batches have rows, so that what differs is who sits in them, and when."""
     points: Points = []
     with Lineup(measured, args.peers, {"max_batch_size": STATIC_BATCH}) as line:
-        for cap in _CAPS:
+        for cap in CAPS:
             workload = spread(measured.source, max(1, round(cap * args.scale)), args)
             rounds = []
             if not points:
@@ -135,7 +134,7 @@ def lengths(measured: Subject, args: argparse.Namespace) -> Points:
 
 def spread(source: Sequence[int], cap: int, args: argparse.Namespace) -> Workload:
     """Prompts of one length; outputs by an exponential law, of at most `cap` tokens."""
-    drawn = np.random.default_rng(args.seed).exponential(max(1.0, _OUTPUT * args.scale), _REQUESTS)
+    drawn = np.random.default_rng(args.seed).exponential(max(1.0, _OUTPUT * args.scale), REQUESTS)
     width = max(1, round(_PROMPT * args.scale))
     return Workload(
         tuple(Item(i, tuple(source[i * width : (i + 1) * width]), min(cap, 1 + int(length))) for i, length in enumerate(drawn))
@@ -162,7 +161,7 @@ def chunks(measured: Subject, args: argparse.Namespace) -> Points:
 
 def prefixes(measured: Subject, args: argparse.Namespace) -> Points:
     """Tokens computed and time to the first token with the prefix cache and without."""
-    setting = argparse.Namespace(seed=args.seed, requests=_REQUESTS, turns=8, scale=args.scale)
+    setting = argparse.Namespace(seed=args.seed, requests=REQUESTS, turns=8, scale=args.scale)
     return [{"name": name, **parts} for name, parts in prefix.measure(measured.model, setting).items()]
 
 

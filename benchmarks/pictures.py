@@ -48,7 +48,8 @@ def title(result: Mapping[str, Any], what: str) -> str:
     model = arguments.get("shape") or arguments.get("model") or "SmolLM2-135M-Instruct"
     return (
         f"{what}: {Path(str(model)).name}, {result['dtype']}\n"
-        f"{facts['processor']}, torch threads: {facts['torch_threads']}, torch {facts['torch']}, transformers {facts['transformers']}"
+        f"{facts['processor']}, torch threads: {facts['torch_threads']}, torch {facts['torch']}, "
+        f"transformers {facts['transformers']}"
     )
 
 
