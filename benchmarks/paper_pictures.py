@@ -85,7 +85,7 @@ def _lengths(figure: Any, points: Points) -> None:
     axes.legend(frameon=False, fontsize="small")
 
 
-def _chunks(figure: Any, points: Points) -> None:
+def _stalls(figure: Any, points: Points) -> None:
     axes = figure.subplots()
     for point, color in zip(points, (_OTHER, _THIRD, _OURS), strict=True):
         seconds, gaps = zip(*point["gaps"], strict=True)
@@ -113,6 +113,6 @@ _PARTS = {
     "memory": (_memory, "What the KV memory in use holds", (9.5, 3.8)),
     "sharing": (_sharing, "KV memory saved by sharing blocks", (8, 3.8)),
     "lengths": (_lengths, "Static against continuous batches", (7.5, 4.4)),
-    "chunks": (_chunks, "Long prompts beside eight streams", (8.5, 4.4)),
+    "stalls": (_stalls, "Long prompts beside eight streams", (8.5, 4.4)),
     "prefix": (_prefix, "Prefix cache", (9, 4)),
 }

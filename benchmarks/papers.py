@@ -1,11 +1,11 @@
 """What the papers behind this engine showed, shown on it: a JSON file and a picture each.
 
-python -m benchmarks.papers memory sharing lengths chunks prefix --out out
+python -m benchmarks.papers memory sharing lengths stalls prefix --out out
 python -m benchmarks.papers memory --scale 0.2                    # quick look
 python -m benchmarks.papers --draw out/memory.json                # draw a file again
 
 memory: what KV memory holds under each way to reserve it. sharing: blocks that samples and beams of one prompt share. lengths:
-static against continuous batches as output lengths spread. chunks: time between tokens while long prompts come in. prefix: what
+static against continuous batches as output lengths spread. stalls: time between tokens while long prompts come in. prefix: what
 the prefix cache saves. `python -m benchmarks.curves normalised` is the sixth: latency against the rate of arrival.
 """
 
@@ -141,7 +141,7 @@ def spread(source: Sequence[int], cap: int, args: argparse.Namespace) -> Workloa
     )
 
 
-def chunks(measured: Subject, args: argparse.Namespace) -> Points:
+def stalls(measured: Subject, args: argparse.Namespace) -> Points:
     """Gaps between two tokens of eight streams while four long prompts come in: whole, in chunks, in chunks by time."""
     setting = argparse.Namespace(
         seed=args.seed,
@@ -169,7 +169,7 @@ PARTS: dict[str, Callable[[Subject, argparse.Namespace], Points]] = {
     "memory": memory,
     "sharing": sharing,
     "lengths": lengths,
-    "chunks": chunks,
+    "stalls": stalls,
     "prefix": prefixes,
 }
 

@@ -132,11 +132,6 @@ def hf_cb_generate(model: Any, workload: Workload, progress: Progress, concurren
     return with_step_times(engine, rows, wall)
 
 
-def hf_cb_compiled(model: Any, workload: Workload, progress: Progress, concurrency: int, **options: Any) -> Outcome:
-    """This package with torch.compile; what is compiled in the warm-up serves the measured runs as well."""
-    return hf_cb_generate(model, workload, progress, concurrency, **{**options, "compile": True})
-
-
 def hf_cb_submit(model: Any, workload: Workload, progress: Progress, concurrency: int, **options: Any) -> Outcome:
     """This package: `engine.submit`, from as many threads."""
     with installed(model, record_steps=ALL_STEPS, **options) as engine:
@@ -156,7 +151,6 @@ PEERS: Mapping[str, Callable[..., Outcome]] = {
     "generate_batch": generate_batch,
     "generate_batch_flash": generate_batch_flash,
     "hf_cb": hf_cb_generate,
-    "hf_cb_compiled": hf_cb_compiled,
     "hf_cb_submit": hf_cb_submit,
 }
 
