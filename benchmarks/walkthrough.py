@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 
 from benchmarks import pictures
 from benchmarks.peers import installed
-from benchmarks.trace import Trace, shared_blocks, traced
+from benchmarks.trace import BETWEEN, Trace, shared_blocks, traced
 from demo import slots
 from demo.packaged_model import load
 from demo.slots import INK, MUTED, WASTED, Panel, colour
@@ -60,11 +60,11 @@ def draw_step(milliseconds: dict[str, float]) -> Figure:
     axes = figure.subplots()
     for row, (phase, width) in enumerate(shown.items()):
         kind = "prefill" if phase == "forward" else "decode"
-        axes.barh(row, width, left=begin, height=0.7, color=WASTED if phase == "between" else colour(0, kind))
+        axes.barh(row, width, left=begin, height=0.7, color=WASTED if phase == BETWEEN else colour(0, kind))
         label = f"{milliseconds[phase]:.2f} ms" + (f", {milliseconds[phase] / whole:.0%} (cut)" if phase == "forward" else "")
         axes.text(begin + width, row, f"  {label}", va="center", fontsize="small", color=INK)
         begin += width
-    names = ["in between" if phase == "between" else phase for phase in shown]
+    names = ["in between" if phase == BETWEEN else phase for phase in shown]
     axes.set(yticks=range(len(shown)), yticklabels=names, xticks=[], xlim=(0, 1.25 * begin))
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
