@@ -24,7 +24,7 @@ from benchmarks.workload import Workload
 
 _CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 _RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # requests a second
-_SHORT_RATES = (1.0, 2.0, 4.0, 8.0)  # of requests of a quarter's length, for a curve of all peers in some minutes
+_SHORT_RATES = (1.0, 2.0, 4.0, 8.0)  # of requests of a fifth of the length, for a curve of all peers in some minutes
 _REQUESTS_EACH = 4  # for each client: so many that the start and the end, with fewer in flight, count little
 _FEWEST, _MOST = 8, 64
 _FASTEST = ["generate_batch", "hf_cb"]
@@ -90,7 +90,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for kind, default, unit, scale, peers in (
         ("concurrency", _CONCURRENCY, "requests in flight", 1.0, _FASTEST),
         ("arrivals", _RATES, "requests a second", 1.0, _FASTEST),
-        ("normalised", _SHORT_RATES, "requests a second", 0.25, ["locked", "static", *_FASTEST]),
+        ("normalised", _SHORT_RATES, "requests a second", 0.2, ["locked", "static", *_FASTEST]),
     ):
         sub = kinds.add_parser(kind, help=f"measure and draw; points are {unit}")
         sub.set_defaults(default=default)
