@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.fair import OUTPUT_COST, PROMPT_COST, Fair
+from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import StepResult
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.priority import Priority
@@ -46,9 +48,7 @@ def arrivals(seconds: float, seed: int) -> list[tuple[float, str, int, int]]:
 
 
 def simulate(policy: Policy, jobs: Sequence[tuple[float, str, int, int]], seconds: float, slowness: float = 1.0) -> Curves:
-    scheduler = Scheduler(
-        num_blocks=2000, block_size=16, max_batch_tokens=512, max_batch_size=32, policy=policy, prefix_cache=False
-    )
+    scheduler = Scheduler(KVManager(BlockPool(2000), 16), max_batch_tokens=512, max_batch_size=32, policy=policy)
     curves = Curves()
     served = dict.fromkeys((tenant for _, tenant, _, _ in jobs), 0)
     curves.service = {tenant: [] for tenant in served}
@@ -65,7 +65,7 @@ def simulate(policy: Policy, jobs: Sequence[tuple[float, str, int, int]], second
         output = scheduler.schedule()
         now += slowness * (0.010 + 0.0002 * output.num_scheduled_tokens)
         seen = {row.request_id for row in output.rows if row.start + len(row.token_ids) == requests[row.request_id][2]}
-        for emission in scheduler.update(output, StepResult({row.request_id: 1 for row in output.rows if row.samples})):
+        for emission in scheduler.update(output, StepResult({row.request_id: (1,) for row in output.rows if row.num_logits})):
             at, tenant, num_prompt = requests[emission.request_id]
             served[tenant] += OUTPUT_COST
             if emission.request_id in seen:

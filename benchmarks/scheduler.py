@@ -13,8 +13,11 @@ import statistics
 import time
 from pathlib import Path
 
+from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.fair import Fair
+from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import SchedulerOutput, StepResult
+from hf_cb.core.pacing import Pacer
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.request import Request, Service
 
@@ -28,20 +31,18 @@ def measure(num_steps: int = 1000, num_requests: int = 5000, seed: int = 0) -> d
 
 
 def _result(output: SchedulerOutput) -> StepResult:
-    return StepResult({row.request_id: 1 for row in output.rows if row.samples})
+    return StepResult({row.request_id: (1,) for row in output.rows if row.num_logits})
 
 
 def _measure_steps(num_steps: int) -> dict[str, float | int]:
     num_prompt_tokens = 100
     blocks = NUM_RUNNING * -(-(num_prompt_tokens + num_steps + 1) // BLOCK_SIZE)
     scheduler = Scheduler(
-        num_blocks=blocks,
-        block_size=BLOCK_SIZE,
+        KVManager(BlockPool(blocks), BLOCK_SIZE, shares=True, num_host_blocks=1024),
         max_batch_tokens=NUM_RUNNING * num_prompt_tokens,
         max_batch_size=NUM_RUNNING,
         policy=Fair(),
-        target_itl=0.05,
-        num_host_blocks=1024,
+        pacer=Pacer(0.05, BLOCK_SIZE),
     )
     for i in range(NUM_RUNNING):
         prompt = (i, *range(1, num_prompt_tokens))
@@ -77,7 +78,9 @@ def _clocks() -> tuple[float, float]:
 
 
 def _measure_requests(num_requests: int, rng: random.Random) -> dict[str, float | int]:
-    scheduler = Scheduler(num_blocks=2048, block_size=BLOCK_SIZE, max_batch_tokens=2048, max_batch_size=NUM_RUNNING)
+    scheduler = Scheduler(
+        KVManager(BlockPool(2048), BLOCK_SIZE, shares=True), max_batch_tokens=2048, max_batch_size=NUM_RUNNING
+    )
     requests = [Request((i, *range(rng.randint(0, 255))), rng.randint(1, 64)) for i in range(num_requests)]
     counts: dict[int, int] = {}
     steps = 0

@@ -107,7 +107,7 @@ class Culprits:
 
     def __init__(self, engine: hf_cb.Engine) -> None:
         self.ids: set[int] = set()
-        runner = engine._worker.core.runner
+        runner = engine._intake.worker.core.runner
         self._execute: Callable[..., Any] = runner.execute
         runner.execute = self._run
 
@@ -196,9 +196,9 @@ def soak(seconds: float, num_callers: int = 16, seed: int = 0) -> dict[str, Any]
         if errors:
             raise errors[0]
         stats = engine.stats()
-        scheduler = engine._worker.core.scheduler
+        scheduler = engine._intake.worker.core.scheduler
         scheduler.check()
-        assert (scheduler.blocks_used, scheduler.num_waiting, scheduler.num_running) == (0, 0, 0)
+        assert (scheduler.memory.blocks_used, scheduler.num_waiting, scheduler.num_running) == (0, 0, 0)
         assert not stats.native_calls
     gc.collect()
     left = [thread.name for thread in threading.enumerate() if thread not in threads_before]

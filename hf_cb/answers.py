@@ -57,16 +57,22 @@ class Answers:
 
     def give(self, queue: OutputQueue, emission: Emission, now: float) -> None:
         """Hand over what a step has brought a request, `now` on `time.perf_counter()`'s clock. Not its end."""
-        if emission.token is not None:
-            if queue.tokens:
-                self._meter.add_next_token(now - queue.last_token_at)
-            else:
-                self._meter.add_first_token(now - queue.submitted_at)
-            queue.put(emission.token, emission.note, now)
+        if emission.tokens:
+            self._count(queue, len(emission.tokens), now)
+            queue.put(emission.tokens, emission.notes, now)
         if emission.best is not None:
             self._meter.add_first_token(now - queue.submitted_at)
             self._meter.output_tokens += len(emission.best)
             queue.settle(emission.best, now)
+
+    def _count(self, queue: OutputQueue, num_tokens: int, now: float) -> None:
+        """Those that come at once share the time since the ones before."""
+        waited = now - queue.last_token_at
+        if not queue.tokens:
+            self._meter.add_first_token(now - queue.submitted_at)
+            num_tokens, waited = num_tokens - 1, 0.0
+        for _ in range(num_tokens):
+            self._meter.add_next_token(waited / num_tokens)
 
     def close(self, ending: Ending) -> None:
         """Tell a request its end; only the first one counts. The books come first: who has an answer finds it in them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import os
 import threading
 import types
 import weakref
@@ -13,6 +12,7 @@ from typing import Any
 
 from transformers import Pipeline, PreTrainedModel
 
+from hf_cb import forks
 from hf_cb.blocking import holding
 from hf_cb.config import CBConfig
 from hf_cb.engine import Engine
@@ -136,5 +136,4 @@ def _renew_locks() -> None:
         backend.renew_locks()
 
 
-if hasattr(os, "register_at_fork"):  # the threads that hold them are not in the child
-    os.register_at_fork(after_in_child=_renew_locks)
+forks.in_child(_renew_locks)

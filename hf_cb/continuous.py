@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_cb.backend import GenerationBackend, plain_generate
 from hf_cb.blocking import holding
 from hf_cb.config import CBConfig
-from hf_cb.engine import Engine, Served
+from hf_cb.engine import Engine
 from hf_cb.errors import EngineClosedError, UnsupportedCallError, UnsupportedModelError
 from hf_cb.hf.build import build
 from hf_cb.hf.calls.generate import generate
@@ -22,12 +22,13 @@ from hf_cb.hf.calls.modes import undisturbed
 from hf_cb.hf.calls.native import why_native
 from hf_cb.hf.calls.result_cache import Origin
 from hf_cb.hf.calls.rules import GoNativeError
-from hf_cb.hf.support import UnservableError
+from hf_cb.hf.probe import UnservableError
 from hf_cb.hf.twins.fingerprint import Books, Fingerprint
 from hf_cb.hf.twins.held import joined
 from hf_cb.hf.twins.tensor_parallel import is_split
 from hf_cb.hf.twins.twin import shared_tensors
 from hf_cb.hf.twins.weights import Marks
+from hf_cb.intake import Intake, Served
 from hf_cb.request import Service
 from hf_cb.runtime.openmp import release_pool
 
@@ -78,8 +79,14 @@ class ContinuousBatchingBackend(GenerationBackend):
     def attach(self) -> None:
         """Make and probe the twin. A model that cannot be served is attached all the same: all of its calls run natively."""
         fingerprint, served, reason = self._build()
-        refresh = weakref.WeakMethod(self._refresh)  # an engine does not keep its backend, nor the model, alive
-        self.engine = Engine(served, self.config, reason, refresh)
+        backend = weakref.ref(self)  # an engine does not keep its backend, nor the model, alive
+
+        def refresh() -> None:
+            if (own := backend()) is not None:
+                own._refresh()
+
+        self._intake = Intake(served, self.config, reason, refresh)
+        self.engine = Engine(self._intake)
         self._fingerprint = fingerprint
 
     def detach(self) -> None:
@@ -91,30 +98,30 @@ class ContinuousBatchingBackend(GenerationBackend):
         """The engine's reason for the model, or the call's own."""
         if self._own_generate not in (None, plain_generate(self.model)):  # a copy of an installed model has the latter
             return "the model has a generate of its own"
-        return self.engine.unsupported_reason or why_native(self.model, call, self.engine.zeros_are_none)
+        return self._intake.reason or why_native(self.model, call, self._intake.zeros_are_none)
 
     def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
         """Through the engine where it can, else natively with the reason counted and logged."""
-        self.engine.refuse_own_thread("generate")
-        if self.engine.is_paused_by_caller:
+        self._intake.refuse_own_thread("generate")
+        if self._intake.is_paused_by_caller:
             reason: str | None = "this thread has paused the engine"
         else:
             self._refresh()
             reason = self.why_not(arguments)
         if reason is None:
             try:
-                return generate(self.engine, self.model, self._origin, self.original, arguments, seed, service)
+                return generate(self._intake, self.model, self._origin, self.original, arguments, seed, service)
             except (GoNativeError, UnsupportedModelError) as error:  # the latter: another caller's refresh came between
                 reason = str(error)
             except EngineClosedError:
                 if not self._is_detached:
                     raise
                 return self.plain(arguments, seed)  # as a call that came a moment later
-        if self.engine.is_tensor_parallel:
+        if self._intake.is_tensor_parallel:
             raise UnsupportedCallError(f"the engine cannot serve this call ({reason}), and plain generate() needs all ranks")
         if self.config.fallback == "error":
             raise UnsupportedCallError(f"the engine cannot serve this call ({reason}) and fallback='error'")
-        self.engine.count_native(reason)
+        self._intake.count_native(reason)
         logger.debug("generate runs natively: %s", reason)
         try:
             return self.plain(arguments, seed)
@@ -134,16 +141,16 @@ class ContinuousBatchingBackend(GenerationBackend):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        if self.engine.is_tensor_parallel:
+        if self._intake.is_tensor_parallel:
             raise UnsupportedCallError("the cache of a result can't be read: all ranks would have to make it together")
         with self._plain_lock:
             yield
 
     def rows_in_flight(self, call: dict[str, Any]) -> int:
         """Twice what a batch holds: those at the end of one wait for the slowest before them."""
-        self.engine.refuse_own_thread("generate")
-        config = self.engine.config
-        if config is None or self.engine.is_paused_by_caller or self.why_not(call) is not None:
+        self._intake.refuse_own_thread("generate")
+        config = self._intake.config
+        if config is None or self._intake.is_paused_by_caller or self.why_not(call) is not None:
             return 1
         return min(_ROWS_IN_FLIGHT, 2 * config.max_batch_size, self.config.max_queue_size or _ROWS_IN_FLIGHT)
 
@@ -184,7 +191,7 @@ class ContinuousBatchingBackend(GenerationBackend):
         return self._shared_look(self._look)
 
     def _look(self) -> bool:
-        if self.engine.is_tensor_parallel:  # its layers exchange their weights as they run; and no rank can rebuild alone
+        if self._intake.is_tensor_parallel:  # its layers exchange their weights as they run; and no rank can rebuild alone
             return True
         return self._fingerprint is not None and self._fingerprint.is_of(self.model)
 
@@ -199,5 +206,5 @@ class ContinuousBatchingBackend(GenerationBackend):
             # Nobody may take the old twin for fresh meanwhile, even if the model is changed back: it is being replaced.
             self._fingerprint = None
             fingerprint, served, reason = self._build()
-            self.engine.serve(served, reason)
+            self._intake.serve(served, reason)
             self._fingerprint = fingerprint

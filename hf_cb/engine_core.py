@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_cb.core.output import Emission, SchedulerOutput, StepResult
+from hf_cb.core.output import Emission, Moves, SchedulerOutput, StepResult
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import EngineDeadError
-from hf_cb.request import Request
+from hf_cb.request import FinishReason, Request
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.lockstep import End, Lockstep, ReleaseKV
 from hf_cb.runtime.model_runner import DEVICE_LOST, Launched, ModelRunner, given_up
@@ -33,6 +33,15 @@ class Look(enum.Enum):
 
 FollowWeights = Callable[[Look], bool]
 """Brings copies of the weights up to date, and tells whether any was seen to have changed since the last time."""
+
+
+class Load(NamedTuple):
+    """Requests that run and wait, seats that are free, and blocks that are held. A request with beams runs as all of them."""
+
+    running: int
+    waiting: int
+    seats: int
+    blocks_used: int
 
 
 class Admission(NamedTuple):
@@ -116,7 +125,7 @@ class EngineCore:
             scheduler.forget_prefixes()
         self._has_new = False
         output = scheduler.schedule()
-        self._move_blocks(output)
+        self._move_blocks(output.moves)
         if not output.rows:
             return None
         flight = _Flight(
@@ -124,8 +133,8 @@ class EngineCore:
             before,
             began,
             computing=time.perf_counter(),
-            blocks_used=scheduler.blocks_used,
-            tokens_stored=scheduler.tokens_stored + output.num_scheduled_tokens * scheduler.num_groups,
+            blocks_used=scheduler.memory.blocks_used,
+            tokens_stored=scheduler.memory.tokens_stored + output.num_scheduled_tokens * scheduler.memory.num_groups,
         )
         if self.overlaps and self.runner.can_wait(output):
             flight.launched = self._launch(output, before)
@@ -158,7 +167,7 @@ class EngineCore:
             seconds=time.perf_counter() - max(flight.began, self._idle_since),
             model_seconds=self.runner.model_seconds,
             rows=tuple((row.request_id, len(row.token_ids)) for row in output.rows),
-            sampled=tuple(emission.request_id for emission in emissions if emission.token is not None),
+            sampled=tuple(emission.request_id for emission in emissions for _ in emission.tokens),
             preempted=output.preempted,
             num_waiting=scheduler.num_waiting,
             blocks_used=flight.blocks_used,
@@ -167,6 +176,42 @@ class EngineCore:
         )
         self._idle_since = ended
         return emissions, record
+
+    def abort(self, request_id: int, reason: FinishReason) -> None:
+        """End a request now, and give back all that it holds. Ids that are unknown or have ended are fine."""
+        self.scheduler.abort(request_id, reason)
+        self.runner.remove(request_id)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask, here and below."""
+        self.scheduler.check_fits(request)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of prompt and output that the KV cache holds for one request."""
+        return self.scheduler.memory.max_tokens
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        scheduler = self.scheduler
+        return Load(scheduler.num_running, scheduler.num_waiting, scheduler.num_seats, scheduler.memory.blocks_used)
+
+    @property
+    def num_preemptions(self) -> tuple[int, int]:
+        """How often a sequence was preempted, and how often it was swapped out then."""
+        return self.scheduler.num_preemptions, self.scheduler.num_swaps
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return self.cache.num_blocks
+
+    @property
+    def graphs(self) -> tuple[int, str]:
+        """How many CUDA graphs there are, and why there are no more."""
+        graphs = self.runner.graphs
+        return (0, "none were asked for") if graphs is None else (graphs.count, graphs.reason)
 
     @property
     def has_work(self) -> bool:
@@ -207,24 +252,24 @@ class EngineCore:
                 continue
             if self.cache.is_released:
                 self.cache.restore()
-            self._move_blocks(order.output)
+            self._move_blocks(order.output.moves)
             self.runner.repeat(order)
         if order.error is not None:
             raise EngineDeadError(order.error)
 
-    def _move_blocks(self, output: SchedulerOutput) -> None:
+    def _move_blocks(self, moves: Moves) -> None:
         """Copy blocks to and from the host and where beams part. What fails here leaves blocks without their content: the
         engine dies of it."""
         began = time.perf_counter()
-        if output.swap_out:
-            self._host().copy_out(output.swap_out)
-        if output.swap_in:
-            self._host().copy_in(output.swap_in)
-        num_swapped = len(output.swap_out) + len(output.swap_in)
+        if moves.swap_out:
+            self._host().copy_out(moves.swap_out)
+        if moves.swap_in:
+            self._host().copy_in(moves.swap_in)
+        num_swapped = len(moves.swap_out) + len(moves.swap_in)
         if num_swapped and self._host().waits:
             self.scheduler.swap_cost.observe_swap(num_swapped, time.perf_counter() - began)
-        if output.copies:  # after what was swapped out: a copy may go to one of those blocks
-            self.cache.copy(output.copies)
+        if moves.copies:  # after what was swapped out: a copy may go to one of those blocks
+            self.cache.copy(moves.copies)
 
     def _host(self) -> SwapSpace:
         assert self.swap_space is not None  # or the scheduler would have no host blocks to give
@@ -257,6 +302,4 @@ class EngineCore:
 
 def _halves(output: SchedulerOutput) -> list[SchedulerOutput]:
     middle = len(output.rows) // 2
-    return [
-        SchedulerOutput(rows, sum(len(row.token_ids) for row in rows)) for rows in (output.rows[middle:], output.rows[:middle])
-    ]
+    return [SchedulerOutput.of_rows(rows) for rows in (output.rows[middle:], output.rows[:middle])]

@@ -83,6 +83,11 @@ class RequestFailedError(HFCBError, RuntimeError):
     """What the engine did for this request failed; the cause is chained."""
 
 
+def brief(error: BaseException) -> str:
+    """An error in a few words: its type, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
+
+
 def failure_of(request_id: int, cause: BaseException) -> RequestFailedError:
     """The error that a request's callers get, with its cause."""
     error = RequestFailedError(f"request {request_id} failed: {type(cause).__name__}: {cause}")

@@ -62,15 +62,15 @@ class OutputQueue:
         self._streaming = 0  # threads that wait for the next token rather than for the end
         self._tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
-    def put(self, token: int, note: TokenNote | None = None, at: float | None = None) -> None:
-        """Append a token, which came `at` this moment of `time.perf_counter()`; None: now. Engine thread only."""
+    def put(self, tokens: Sequence[int], notes: Sequence[TokenNote] = (), at: float | None = None) -> None:
+        """Append tokens, which came `at` this moment of `time.perf_counter()`; None: now. Engine thread only."""
         with self._lock:
-            if note is not None:
+            for note in notes:
                 self._keep(note)
             self.last_token_at = time.perf_counter() if at is None else at
             if not self.tokens:
                 self.first_token_at = self.last_token_at
-            self.tokens.append(token)
+            self.tokens.extend(tokens)
             if self._streaming:
                 self._changed.notify_all()
             self._wake_tasks()

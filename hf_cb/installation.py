@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import operator
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import Pipeline, PreTrainedModel
 
+from hf_cb import forks
 from hf_cb.backend import GenerationBackend, SerializedBackend
 from hf_cb.config import CBConfig
 from hf_cb.continuous import ContinuousBatchingBackend
@@ -105,15 +105,7 @@ class _Generate:
 _installed: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[_Generate]] = weakref.WeakKeyDictionary()
 
 _install_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _install_lock
-    _install_lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):  # the thread that holds it is not in the child
-    os.register_at_fork(after_in_child=_renew_lock)
+forks.renewed_in_child(globals(), _install_lock=threading.Lock)
 
 
 def install(

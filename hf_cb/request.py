@@ -170,3 +170,9 @@ class Request:
     def max_tokens(self) -> int:
         """Tokens of prompt and output together at the longest."""
         return len(self.prompt) + self.max_new_tokens
+
+    def ends_with(self, token: int | None, num_tokens: int) -> FinishReason | None:
+        """Why it ends with this token, its `num_tokens`-th of prompt and output; None: it goes on."""
+        if token in self.eos_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens == self.max_tokens else None

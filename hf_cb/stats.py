@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from hf_cb.request import FinishReason, Request
 
@@ -60,7 +61,7 @@ class StepRecord:
     seconds: float
     model_seconds: float
     rows: tuple[tuple[int, int], ...]  # (request id, tokens computed) of every row
-    sampled: tuple[int, ...]  # request ids that got a token
+    sampled: tuple[int, ...]  # request ids, once for each token that they got
     preempted: tuple[int, ...]
     num_waiting: int
     blocks_used: int  # by the step's sequences
@@ -92,15 +93,17 @@ class RequestRecord:
 class Distributions:
     """Histograms since the engine was made; durations in seconds. The last five are of requests that were answered."""
 
-    time_to_first_token: Distribution  # from its submission
-    inter_token: Distribution  # between two tokens of a request; none for one with beams
-    queue: Distribution  # from submission to admission
-    step_tokens: Distribution  # that a step computed
-    prefill: Distribution  # from admission to the first token
-    decode: Distribution  # from the first token to the end
-    end_to_end: Distribution  # from submission to the end
-    prompt_tokens: Distribution
-    output_tokens: Distribution
+    time_to_first_token: Distribution = field(metadata={"bounds": FIRST_TOKEN})  # from its submission
+    inter_token: Distribution = field(
+        metadata={"bounds": BETWEEN_TOKENS}
+    )  # between two tokens of a request; none for one with beams
+    queue: Distribution = field(metadata={"bounds": REQUEST})  # from submission to admission
+    step_tokens: Distribution = field(metadata={"bounds": STEP_TOKENS})  # that a step computed
+    prefill: Distribution = field(metadata={"bounds": REQUEST})  # from admission to the first token
+    decode: Distribution = field(metadata={"bounds": REQUEST})  # from the first token to the end
+    end_to_end: Distribution = field(metadata={"bounds": REQUEST})  # from submission to the end
+    prompt_tokens: Distribution = field(metadata={"bounds": TOKENS})
+    output_tokens: Distribution = field(metadata={"bounds": TOKENS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,18 @@ class EngineStats:
     max_running: int  # sequences that may run at a time
     distributions: Distributions = field(repr=False)
 
+    def __str__(self) -> str:
+        """A line for each figure that is not nothing."""
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        width = max(map(len, shown))
+        return "\n".join(f"{name:<{width}}  {_in_words(value)}" for name, value in shown.items() if value)
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{count} x {getattr(key, 'value', key)}" for key, count in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
 
 class Meter:
     """Adds up steps and requests over an engine's life, whichever engine core does them. Written by the engine thread alone."""
@@ -155,15 +170,10 @@ class Meter:
         self.waste_sum = 0.0
         self.finished: Counter[FinishReason] = Counter()
         self.records: deque[StepRecord] = deque(maxlen=record_steps)
-        self._first_token = Histogram(FIRST_TOKEN)
-        self._inter_token = Histogram(BETWEEN_TOKENS)
-        self._queue = Histogram(REQUEST)
-        self._step_tokens = Histogram(STEP_TOKENS)
-        self._prefill = Histogram(REQUEST)
-        self._decode = Histogram(REQUEST)
-        self._end_to_end = Histogram(REQUEST)
-        self._prompt_tokens = Histogram(TOKENS)
-        self._output_tokens = Histogram(TOKENS)
+        self._histograms = {f.name: Histogram(f.metadata["bounds"]) for f in fields(Distributions)}
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     def add(self, record: StepRecord) -> None:
         """Count a step."""
@@ -174,45 +184,52 @@ class Meter:
         self.model_seconds += record.model_seconds
         if record.blocks_used:
             self.waste_sum += 1 - record.tokens_stored / (record.blocks_used * record.block_size)
-        self._step_tokens.observe(sum(num_tokens for _, num_tokens in record.rows))
+        self._observe("step_tokens", sum(num_tokens for _, num_tokens in record.rows))
         self.records.append(record)
 
     def add_admission(self, waited: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Count a request that gets its first tokens computed, `waited` seconds after it came."""
-        self._queue.observe(waited)
+        self._observe("queue", waited)
         self.admitted_tokens += num_prompt_tokens
         self.cached_tokens += num_cached_tokens
         self.prefix_hits += num_cached_tokens > 0
 
     def add_first_token(self, seconds: float) -> None:
         """Count a request's first token, so long after the request came."""
-        self._first_token.observe(seconds)
+        self._observe("time_to_first_token", seconds)
 
     def add_next_token(self, seconds: float) -> None:
         """Count another one, so long after the one before."""
-        self._inter_token.observe(seconds)
+        self._observe("inter_token", seconds)
 
     def add_request(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         self.finished[record.finish_reason] += 1
         if not record.is_answered or record.admitted_at is None or record.first_token_at is None:
             return
-        self._prefill.observe(record.first_token_at - record.admitted_at)
-        self._decode.observe(record.finished_at - record.first_token_at)
-        self._end_to_end.observe(record.finished_at - record.submitted_at)
-        self._prompt_tokens.observe(len(record.request.prompt))
-        self._output_tokens.observe(record.num_output_tokens)
+        self._observe("prefill", record.first_token_at - record.admitted_at)
+        self._observe("decode", record.finished_at - record.first_token_at)
+        self._observe("end_to_end", record.finished_at - record.submitted_at)
+        self._observe("prompt_tokens", len(record.request.prompt))
+        self._observe("output_tokens", record.num_output_tokens)
 
-    def distributions(self) -> Distributions:
-        """The histograms as they are now. Any thread may ask."""
-        return Distributions(
-            time_to_first_token=self._first_token.snapshot(),
-            inter_token=self._inter_token.snapshot(),
-            queue=self._queue.snapshot(),
-            step_tokens=self._step_tokens.snapshot(),
-            prefill=self._prefill.snapshot(),
-            decode=self._decode.snapshot(),
-            end_to_end=self._end_to_end.snapshot(),
-            prompt_tokens=self._prompt_tokens.snapshot(),
-            output_tokens=self._output_tokens.snapshot(),
-        )
+    def totals(self) -> dict[str, Any]:
+        """What `EngineStats` has of it. Any thread may ask."""
+        steps = max(1, self.steps)
+        return {
+            "steps": self.steps,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "preemptions": self.preemptions,
+            "swaps": self.swaps,
+            "finished": dict(self.finished),
+            "step_seconds": self.step_seconds,
+            "model_seconds": self.model_seconds,
+            "mean_batch_size": self.rows / steps,
+            "kv_waste": self.waste_sum / steps,
+            "prefix_hits": self.prefix_hits,
+            "cached_tokens": self.cached_tokens,
+            "admitted_tokens": self.admitted_tokens,
+            "rejected": self.rejected,
+            "distributions": Distributions(**{name: each.snapshot() for name, each in self._histograms.items()}),
+        }

@@ -1,40 +1,26 @@
 """Worker: the engine's thread. Sole owner of the scheduler, the block pool, the KV memory and the model twin.
 
-Other threads reach it through the inbox only. The rules of that door:
-
-* Checking that the engine is open, putting a request in and waking the thread are one critical section, and closing takes
-  the same lock: a request that got in is always answered, one that did not raises on its caller's thread.
-* Only this thread frees blocks. Aborts and deadlines take effect between two steps.
-* The thread starts with the first request and is a daemon; it is joined at shutdown and at interpreter exit.
+Other threads reach it through its `Door`. Only this thread frees blocks.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
-import os
-import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
+from typing_extensions import override
+
+from hf_cb import forks
 from hf_cb.answers import Answers, Ending
-from hf_cb.blocking import block
 from hf_cb.core.output import Emission
+from hf_cb.door import Door, Replacement
 from hf_cb.engine_core import EngineCore
-from hf_cb.errors import (
-    EngineClosedError,
-    EngineDeadError,
-    EngineOverloadedError,
-    HFCBError,
-    UnsupportedCallError,
-    failure_of,
-)
+from hf_cb.errors import EngineClosedError, EngineDeadError, HFCBError, failure_of
 from hf_cb.handle import OutputQueue
 from hf_cb.limits import QueueLimits, has_passed
 from hf_cb.request import FinishReason
@@ -44,176 +30,17 @@ from hf_cb.stats import Meter
 logger = logging.getLogger("hf_cb")
 
 
-@dataclass(slots=True)
-class _Replacement:
-    """A barrier in the inbox: what came before ends on the old core, what comes after starts on the new."""
-
-    core: EngineCore
-    done: threading.Event
-
-
-class Worker:
-    """One thread that turns requests into tokens. All public methods may be called from any thread."""
+class Worker(Door):
+    """One thread that turns requests into tokens."""
 
     def __init__(self, core: EngineCore, meter: Meter, limits: QueueLimits | None = None) -> None:
-        """`meter`: the engine's, which outlives a worker; nobody else writes to it while this one lives."""
-        self.core = core
-        self._limits = limits or QueueLimits()
-        self._meter = meter
+        super().__init__(core, meter, limits)
         self._counted = (0, 0)  # preemptions and swaps of this core that the meter has
-        self._make_lock()
-        # Guarded by _lock:
-        self._inbox: deque[OutputQueue | _Replacement] = deque()
-        self._aborts: list[int] = []
-        self._thread: threading.Thread | None = None
-        self._closing: str | None = None  # "drain" or "now"
-        self._dead: BaseException | None = None
-        self._pauses = 0
-        self._pausing: list[int] = []  # threads that pause, as often as they do
-        self._parked = False
-        self._release_kv = False  # to be done when it is parked
-        self._forget = False  # the prefix cache is to be emptied before anything else is scheduled
-        # Lock-free, for the garbage collector: ids whose handle is gone.
-        self._forgotten: deque[int] = deque()
-        # The worker thread's own:
         self._answers = Answers(meter)
         self._endings: list[Ending] = []  # of requests that are in no other place any more, or are to leave it
         _workers.add(self)
 
-    def _make_lock(self) -> None:
-        self._lock = threading.RLock()  # what `with` takes: as in OutputQueue, not the condition
-        self._changed = threading.Condition(self._lock)
-
-    # -- the door ---------------------------------------------------------------------------------------------------------
-
-    def submit(self, queues: Sequence[OutputQueue]) -> None:
-        """Take in, all or none. Raises EngineClosedError, EngineDeadError, EngineOverloadedError; on the worker itself
-        UnsupportedCallError."""
-        self.refuse_own_thread("submit")
-        with self._lock:
-            self._check_open()
-            scheduler = self.core.scheduler
-            waiting = len(self._inbox) + scheduler.num_waiting
-            num_new = sum(queue.request.width for queue in queues)
-            try:
-                self._limits.check(num_new, waiting, scheduler.num_running, scheduler.num_seats)
-            except EngineOverloadedError:
-                self._meter.rejected += len(queues)
-                raise
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="hf_cb-engine", daemon=True)
-                thread.start()  # may raise: nothing has come in then
-                self._thread = thread
-            if self._limits.queue_timeout is not None:
-                admit_by = time.monotonic() + self._limits.queue_timeout
-                for queue in queues:
-                    queue.admit_by = admit_by
-            self._inbox.extend(queues)
-            self._changed.notify_all()
-
-    def refuse_own_thread(self, name: str) -> None:
-        """Raise UnsupportedCallError on the engine's own thread, where a processor or criterion of a caller's may run."""
-        if threading.current_thread() is self._thread:
-            raise UnsupportedCallError(f"{name}: called on the engine's own thread, which would wait for itself")
-
-    @property
-    def is_paused_by_caller(self) -> bool:
-        """Whether the calling thread is inside of a pause of its own."""
-        return threading.get_ident() in self._pausing
-
-    def abort(self, request_id: int) -> None:
-        """Cancel a request at the next step boundary; ids that are unknown or have ended are fine."""
-        with self._lock:
-            self._aborts.append(request_id)
-            self._changed.notify_all()
-
-    def forget(self, request_id: int) -> None:
-        """The same for a dropped handle: takes no lock and wakes nobody, so that a finalizer may call it anywhere."""
-        self._forgotten.append(request_id)
-
-    def replace(self, core: EngineCore) -> None:
-        """Go on with another core once all that was submitted before has ended; returns when it is in place."""
-        self.refuse_own_thread("replace")
-        if self.is_paused_by_caller:
-            raise UnsupportedCallError("pause: the model has changed inside of it, and this call would wait for its end")
-        done = threading.Event()
-        with self._lock:
-            self._check_open()
-            if self._thread is None:
-                self.core = core
-                return
-            self._inbox.append(_Replacement(core, done))
-            self._changed.notify_all()
-        block(done.wait)
-        with self._lock:
-            self._check_open()
-
-    def pause(self, release_kv: bool = False) -> None:
-        """Return when no step runs and none will until `resume`, and the KV memory is given back, if so wanted. Calls nest."""
-        self.refuse_own_thread("pause")
-        with self._lock:
-            self._check_open()
-            try:
-                self._pauses += 1
-                self._pausing.append(threading.get_ident())
-                self._release_kv |= release_kv
-                if self._thread is None:
-                    self._park()
-                self._changed.notify_all()
-                block(lambda seconds: self._changed.wait_for(self._is_still, seconds))
-                self._check_open()  # one that was closed meanwhile may go on with steps to its end
-            except BaseException:  # Ctrl-C too: nobody would undo this pause
-                self.resume()
-                raise
-
-    def _is_still(self) -> bool:
-        """Whether nobody has to wait for a pause any more."""
-        is_parked = self._parked and not self._release_kv
-        return is_parked or self._thread is None or self._closing is not None or self._dead is not None
-
-    def resume(self) -> None:
-        """Undo one `pause`."""
-        with self._lock:
-            self._pauses = max(0, self._pauses - 1)
-            with contextlib.suppress(ValueError):  # resumed by another thread than it was paused by
-                self._pausing.remove(threading.get_ident())
-            self._release_kv &= self._pauses > 0
-            self._forget = True  # the weights may be others now
-            self._changed.notify_all()
-
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache before anything is scheduled that comes in after this."""
-        with self._lock:
-            self._forget = True
-
-    def close(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Take no more requests. With `drain`, finish those there are (pauses end); else end them with EngineClosedError.
-
-        Waits for the thread, at most `timeout` seconds. Closing again is fine.
-        """
-        with self._lock:
-            if self._closing != "now":
-                self._closing = "drain" if drain else "now"
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is None:
-            self.core.end()
-        elif thread is not threading.current_thread():
-            block(functools.partial(_join, thread), timeout)
-
-    def _check_open(self) -> None:
-        if self._dead is not None:
-            raise EngineDeadError(f"the engine died: {self._dead}") from self._dead
-        if self._closing is not None:
-            raise EngineClosedError("the engine was shut down and takes no more requests")
-
-    @property
-    def is_open(self) -> bool:
-        """Whether `submit` would take a request."""
-        return self._dead is None and self._closing is None
-
-    # -- the thread -------------------------------------------------------------------------------------------------------
-
+    @override
     def _run(self) -> None:
         try:
             while self._await_work():
@@ -242,8 +69,8 @@ class Worker:
                     return True
                 self._changed.wait(self._answers.deadlines.seconds_left())
 
+    @override
     def _park(self) -> None:
-        """A pause holds: tell those who wait for it. With the lock held."""
         if self._release_kv:
             self.core.release_kv()
             self._count_preemptions()
@@ -254,7 +81,7 @@ class Worker:
         """A replacement at the head waits until the old core is idle, and so does all that stands behind it."""
         if not self._inbox:
             return False
-        return not isinstance(self._inbox[0], _Replacement) or not self.core.has_work
+        return not isinstance(self._inbox[0], Replacement) or not self.core.has_work
 
     def _take_in(self) -> None:
         """Empty the inbox as far as a barrier allows, then apply the aborts.
@@ -265,7 +92,7 @@ class Worker:
         with self._lock:
             while self._inbox_is_ready():
                 item = self._inbox[0]
-                if isinstance(item, _Replacement):
+                if isinstance(item, Replacement):
                     self._exchange(item)
                 else:
                     self._add(item)
@@ -287,7 +114,7 @@ class Worker:
         for request_id in aborts:
             self._for_one(self._answers.get(request_id), self._end, FinishReason.CANCELLED)
 
-    def _exchange(self, replacement: _Replacement) -> None:
+    def _exchange(self, replacement: Replacement) -> None:
         self.core = replacement.core
         self._counted = (0, 0)
         replacement.done.set()
@@ -309,9 +136,8 @@ class Worker:
         if not is_for_admission:
             self._end(queue, FinishReason.TIMEOUT)
         elif queue.admitted_at is None:
-            scheduler = self.core.scheduler
-            waiting, running = scheduler.num_waiting, scheduler.num_running
-            error = self._limits.never_admitted(queue.request.request_id, waiting, running)
+            load = self.core.load
+            error = self._limits.never_admitted(queue.request.request_id, load.waiting, load.running)
             self._end(queue, FinishReason.TIMEOUT, error)
 
     def _for_one(self, queue: OutputQueue | None, act: Callable[..., None], *arguments: Any) -> None:
@@ -334,8 +160,7 @@ class Worker:
         """Give a request's blocks back, if the scheduler has not ended it itself, and answer it."""
         request_id = queue.request.request_id
         if self._answers.get(request_id) is queue:
-            self.core.scheduler.abort(request_id, reason)
-            self.core.runner.remove(request_id)
+            self.core.abort(request_id, reason)
         self._answers.close(Ending(queue, reason, error))
 
     def _blame(self, queue: OutputQueue, error: BaseException) -> Ending:
@@ -367,12 +192,9 @@ class Worker:
 
     def _count_preemptions(self) -> None:
         """By what is new since the last time: a scheduler's own counts end with it."""
-        scheduler, (preemptions, swaps) = self.core.scheduler, self._counted
-        self._counted = (scheduler.num_preemptions, scheduler.num_swaps)
-        self._meter.preemptions += scheduler.num_preemptions - preemptions
-        self._meter.swaps += scheduler.num_swaps - swaps
-
-    # -- the end ----------------------------------------------------------------------------------------------------------
+        before, self._counted = self._counted, self.core.num_preemptions
+        self._meter.preemptions += self._counted[0] - before[0]
+        self._meter.swaps += self._counted[1] - before[1]
 
     def _die(self, cause: BaseException) -> None:
         with self._lock:
@@ -389,7 +211,7 @@ class Worker:
     def _end_all(self, error: HFCBError) -> None:
         """Answer everybody. Nothing can come in any more: the door is closed before this is called."""
         with self._lock:
-            replacements = [item for item in self._inbox if isinstance(item, _Replacement)]
+            replacements = [item for item in self._inbox if isinstance(item, Replacement)]
             queues = [item for item in self._inbox if isinstance(item, OutputQueue)]
         queues += [*(ending.queue for ending in self._endings), *self._answers]
         for replacement in replacements:
@@ -428,11 +250,6 @@ def _early_end(queue: OutputQueue, aborts: set[int]) -> Ending | None:
     return Ending(queue, FinishReason.TIMEOUT) if has_passed(queue) else None
 
 
-def _join(thread: threading.Thread, seconds: float) -> bool:
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
@@ -447,5 +264,4 @@ def _mark_workers() -> None:
 
 
 atexit.register(_close_workers)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_mark_workers)
+forks.in_child(_mark_workers)

@@ -89,7 +89,7 @@ class _Watch:
         known = {worker._thread for worker in self.before}
         threads = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME and thread not in known]
         unresolved = [queue.request.request_id for queue in self.queues if queue.finish_reason is None]
-        held = [s.blocks_used for s in self._living() if s.blocks_used or s.has_work]
+        held = [s.memory.blocks_used for s in self._living() if s.memory.blocks_used or s.has_work]
         found = {"engine threads still run": threads, "requests never resolved": unresolved, "blocks still in use": held}
         return [f"{what}: {items}" for what, items in found.items() if items]
 

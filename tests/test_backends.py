@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
 from typing import Any
 
+import inside
 import models
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_a_wrapped_generate(llama: PreTrainedModel) -> None:
         hf_cb.install(llama)
     assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)
     assert engine.stats().output_tokens == NEW
-    cache = weakref.ref(engine._worker.core.cache)
+    cache = weakref.ref(inside.cache(engine))
     hf_cb.uninstall(llama)
     assert vars(llama)["generate"] is wrapper  # the user's
     assert torch.equal(llama.generate(PROMPT, max_new_tokens=NEW), want)

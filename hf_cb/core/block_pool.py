@@ -46,11 +46,6 @@ class BlockPool:
         return len(self._blocks)
 
     @property
-    def num_cached(self) -> int:
-        """Blocks that nobody holds and `lookup` can still find."""
-        return len(self._cached)
-
-    @property
     def num_reusable(self) -> int:
         """Blocks that `allocate` can hand out now: free and cached."""
         return len(self._free) + len(self._cached)

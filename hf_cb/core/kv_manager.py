@@ -1,4 +1,4 @@
-"""KVManager: the block tables of the sequences that hold blocks, and what they share.
+"""KVManager: the memory of sequences in blocks of the KV cache, and what they share of it.
 
 Full blocks are published under a chained hash of all tokens up to their end, after the step that wrote them succeeded. A
 sequence that is admitted takes the published blocks that it begins with as its own, all but the one with its last token, whose
@@ -11,29 +11,26 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+
+from typing_extensions import override
 
 from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.block_tables import BlockTables
+from hf_cb.core.capacity import Capacity
+from hf_cb.core.memory import SequenceMemory, Start
+from hf_cb.core.output import NO_MOVES, Moves, RowMemory
 from hf_cb.core.prefix import BlockName, PrefixNames
 from hf_cb.core.reach import ALL, Reach
 from hf_cb.core.sequence import Sequence
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
+from hf_cb.request import Request
 
 
-class Start(NamedTuple):
-    """What a sequence begins with: blocks that others have computed, and the tokens that they hold for it."""
-
-    blocks: tuple[int, ...]
-    num_tokens: int
-
-
-class KVManager:
+class KVManager(SequenceMemory):
     """Grows and releases block tables over `pool`, whose blocks hold `block_size` tokens each.
 
-    `shares`: whether what one sequence has computed is used by others. `num_host_blocks`: blocks in the host's memory, to which
-    a sequence that has to wait can be moved. `reaches`: one for each group of layers. `max_step_tokens`: tokens that one
-    sequence can get in a step.
+    `shares`: whether what one sequence has computed is used by others. `num_host_blocks`: of the host, to which a sequence that
+    waits can be moved. `reaches`: one for each group of layers. `max_step_tokens`: that one sequence can get in a step.
     """
 
     def __init__(
@@ -51,27 +48,44 @@ class KVManager:
         self._block_size = block_size
         self._shares = shares
         self.tables = BlockTables(pool.num_blocks, block_size, reaches, max_step_tokens)
+        self.num_groups = self.tables.num_groups
+        self._capacity = Capacity(self.tables)
         self._host = BlockPool(num_host_blocks) if num_host_blocks else None
         self._moved: set[Sequence] = set()  # those that wait in host blocks
         self._holders: set[Sequence] = set()
         self._coming: dict[bytes, Sequence] = {}  # key of a block -> the running sequence that is to publish it
 
     @property
+    @override
+    def max_tokens(self) -> int:
+        return self._capacity.max_tokens
+
+    @override
+    def check_fits(self, request: Request) -> None:
+        self._capacity.check(request)
+
+    @property
+    @override
     def blocks_used(self) -> int:
-        """Blocks that sequences hold now."""
         return self._pool.num_owned
 
     @property
+    @override
     def tokens_stored(self) -> int:
-        """Tokens whose keys and values are in those blocks, counted once for each group."""
         size, groups = self._block_size, self.tables.num_groups
         # By the last block: the only one that can be both shared and not full.
         unused = {
-            seq.block_table[-1]: len(seq.block_table) // groups * size - seq.num_computed_tokens
+            seq.held.block_table[-1]: len(seq.held.block_table) // groups * size - seq.num_computed_tokens
             for seq in self._holders
-            if seq.block_table
+            if seq.held.block_table
         }
         return self._pool.num_owned * size - sum(unused.values()) * groups
+
+    @override
+    def can_admit(self, seq: Sequence, start: Start | None, num_running: int, is_crowded: bool) -> bool:
+        # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
+        beside = self._capacity.headroom(num_running, is_crowded) + self._capacity.num_for_beams(seq)
+        return self.can_reserve(seq, seq.num_tokens, start, beside)
 
     def can_reserve(self, seq: Sequence, num_tokens: int, start: Start | None = None, headroom: int = 0) -> bool:
         """Whether `reserve` would succeed now, after `adopt(seq, start)`, and leave `headroom` blocks."""
@@ -81,22 +95,12 @@ class KVManager:
         missing = self._num_missing(seq, num_tokens) - len(blocks) // self.tables.num_groups
         return self.tables.num_missing(missing, blocks) + kept + copied + headroom <= self._pool.num_reusable
 
-    def num_for_beams(self, trunk: Sequence) -> int:
-        """Blocks that the beams of a trunk take beyond its own, to compute the tokens that they have or are about to get."""
-        if trunk.request.search is None:
-            return 0
-        slots = min(trunk.num_tokens + max(map(len, trunk.tails), default=1), trunk.request.max_tokens - 1)
-        needed = self.tables.num_needed(trunk.num_tokens, slots, trunk.request.width)
-        return needed - self.tables.num_blocks_for(self.tables.stretches(trunk.num_tokens))
-
+    @override
     def find_start(self, seq: Sequence, sibling: Sequence | None) -> Start | None:
-        """What `seq`, which holds nothing, can begin with: published blocks, or those of `sibling`, a running sequence with the
-        same prompt. None: more is just being computed, and will be here soon.
-        """
         found = self.match_prefix(seq)
         if found is None:
             return None
-        if sibling is None or sibling.num_published is None:  # of an older state of the model
+        if sibling is None or sibling.held.num_published is None:  # of an older state of the model
             return found
         if seq.request.prompt_logprobs is not None:  # those take every position's logits
             return found
@@ -105,7 +109,7 @@ class KVManager:
             return None
         if shared <= found.num_tokens:
             return found
-        blocks = self.tables.seen_from(shared, self.tables.upto(sibling.block_table, shared))
+        blocks = self.tables.seen_from(shared, self.tables.upto(sibling.held.block_table, shared))
         return found if blocks is None else Start(blocks, shared)
 
     def match_prefix(self, seq: Sequence) -> Start | None:
@@ -143,74 +147,90 @@ class KVManager:
     def _key(self, group: int, name: BlockName) -> bytes | tuple[int, bytes]:
         return name.key if self.tables.num_groups == 1 else (group, name.key)
 
+    @override
+    def admit(self, seq: Sequence, start: Start | None) -> Moves:
+        if start is None:
+            return Moves(swap_in=self.move_in(seq))
+        self.adopt(seq, start)
+        return NO_MOVES
+
     def adopt(self, seq: Sequence, start: Start) -> None:
         """Let `seq`, which is being admitted, begin with what `find_start` has just found."""
         self._pool.incref(self.tables.held(start.blocks))
-        seq.num_published = start.num_tokens // self._block_size if self._shares else 0
+        seq.held.num_published = start.num_tokens // self._block_size if self._shares else 0
         self._hold(seq, *start)
 
+    @override
     def branch(self, seqs: Iterable[Sequence], branches: Iterable[tuple[Sequence, Sequence]]) -> None:
-        """Put new sequences in the place of `seqs`: (parent, branch) each, where the branch takes the parent's blocks.
-
-        Several may hold a block that is not full; the first to write to it gets a copy, see `reserve`.
-        """
+        # Several may hold a block that is not full; the first to write to it gets a copy, see `reserve`.
         for parent, seq in branches:
             seq.num_computed_tokens = parent.num_computed_tokens
-            seq.block_table = self.tables.upto(parent.block_table, seq.num_computed_tokens)
-            self._pool.incref(self.tables.held(seq.block_table))
-            seq.num_shed = parent.num_shed
-            seq.num_published = parent.num_published
+            seq.held.block_table = self.tables.upto(parent.held.block_table, seq.num_computed_tokens)
+            self._pool.incref(self.tables.held(seq.held.block_table))
+            seq.held.num_shed = parent.held.num_shed
+            seq.held.num_published = parent.held.num_published
             self._holders.add(seq)
         for seq in seqs:
             self.release(seq)
 
-    def num_host_blocks_for(self, seq: Sequence) -> int | None:
-        """How many host blocks `move_out` takes; None: there are not so many now."""
-        needed = len(self.tables.held(self.tables.upto(seq.block_table, seq.num_computed_tokens)))
+    @override
+    def cost_of_move(self, seq: Sequence) -> int | None:
+        needed = len(self.tables.held(self.tables.upto(seq.held.block_table, seq.num_computed_tokens)))
         return needed if self._host is not None and 0 < needed <= self._host.num_reusable else None
 
-    def move_out(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
-        """Release `seq`'s blocks and keep what is in them in host blocks, for which there is room: (block, host block) each."""
-        num_blocks = self.num_host_blocks_for(seq)
+    @override
+    def move_out(self, seq: Sequence) -> Moves:
+        num_blocks = self.cost_of_move(seq)
         host = None if self._host is None or num_blocks is None else self._host.allocate(num_blocks)
         if host is None:
             raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the host's memory")
-        table = self.tables.upto(seq.block_table, seq.num_computed_tokens)
+        table = self.tables.upto(seq.held.block_table, seq.num_computed_tokens)
         pairs = tuple(zip(self.tables.held(table), host, strict=True))
         places = iter(host)
         kept = tuple(None if block == self.tables.gone else next(places) for block in table)
-        num_tokens, is_out_of_date = seq.num_computed_tokens, seq.num_published is None
+        num_tokens, is_out_of_date = seq.num_computed_tokens, seq.held.num_published is None
         self.release(seq)
-        seq.host_blocks, seq.num_swapped_tokens = kept, num_tokens
-        seq.num_published = None if is_out_of_date else 0
+        seq.held.host_blocks, seq.held.num_swapped_tokens = kept, num_tokens
+        seq.held.num_published = None if is_out_of_date else 0
         self._moved.add(seq)
-        return pairs
+        return Moves(swap_out=pairs)
 
     def move_in(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
         """Give `seq` blocks for what is in its host blocks, as `can_reserve` said: (host block, block) each."""
-        kept = [host for host in seq.host_blocks if host is not None]
+        kept = [host for host in seq.held.host_blocks if host is not None]
         blocks = self._pool.allocate(len(kept))
         if blocks is None:
             raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the KV cache")
         places = iter(blocks)
-        table = tuple(self.tables.gone if host is None else next(places) for host in seq.host_blocks)
-        num_tokens = seq.num_swapped_tokens
+        table = tuple(self.tables.gone if host is None else next(places) for host in seq.held.host_blocks)
+        num_tokens = seq.held.num_swapped_tokens
         self._leave_host(seq)
         self._hold(seq, table, num_tokens)
         return tuple(zip(kept, blocks, strict=True))
 
+    @override
+    def row(self, seq: Sequence) -> RowMemory:
+        return RowMemory(seq.held.block_table)
+
+    @override
+    def commit(self, seq: Sequence, num_tokens: int) -> None:
+        if self._shares:
+            self.publish(seq, num_tokens)
+        if self.tables.short:
+            self.shed(seq, num_tokens)
+
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let others find the blocks that `seq` has filled with its first `num_tokens` tokens."""
         full = num_tokens // self._block_size
-        if not self._shares or seq.num_published is None or full <= seq.num_published:
+        if not self._shares or seq.held.num_published is None or full <= seq.held.num_published:
             return
-        for i in range(seq.num_published, full):
+        for i in range(seq.held.num_published, full):
             name = self._names(seq, full)[i]
-            for g, block in enumerate(seq.block_table[i * self.tables.num_groups : (i + 1) * self.tables.num_groups]):
+            for g, block in enumerate(seq.held.block_table[i * self.tables.num_groups : (i + 1) * self.tables.num_groups]):
                 if block != self.tables.gone:
                     self._pool.publish(block, self._key(g, name), name)
             self._no_longer_coming(seq, name)
-        seq.num_published = full
+        seq.held.num_published = full
 
     def shed(self, seq: Sequence, position: int) -> None:
         """Give back those of `seq`'s blocks that no token from `position` on can see. They may still be found by others."""
@@ -219,37 +239,34 @@ class KVManager:
         table: list[int] | None = None
         num_shed, groups = [], self.tables.num_groups
         for place, (g, reach) in enumerate(self.tables.short):
-            before = seq.num_shed[place] if seq.num_shed else 0
-            first = min(reach.first(position) // self._block_size, len(seq.block_table) // groups)
+            before = seq.held.num_shed[place] if seq.held.num_shed else 0
+            first = min(reach.first(position) // self._block_size, len(seq.held.block_table) // groups)
             num_shed.append(max(before, first))
             if first > before:
-                table = list(seq.block_table) if table is None else table
+                table = list(seq.held.block_table) if table is None else table
                 places = slice(before * groups + g, first * groups, groups)
                 self._pool.release(self.tables.held(table[places]))
                 table[places] = [self.tables.gone] * (first - before)
         if table is not None:
-            seq.block_table, seq.num_shed = tuple(table), tuple(num_shed)
+            seq.held.block_table, seq.held.num_shed = tuple(table), tuple(num_shed)
 
+    @override
     def forget_prefixes(self) -> None:
-        """Let nobody find what was computed up to now: it is out of date. Who holds such blocks goes on with them."""
         self._pool.unpublish_all()
         self._coming.clear()
         for seq in (*self._holders, *self._moved):
-            seq.num_published = None
+            seq.held.num_published = None
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...] | None:
-        """Make `seq`'s block table cover `num_tokens` tokens, in blocks that it can write to from `num_computed_tokens` on.
-
-        Returns the blocks to copy before that, (block, its copy) each: others hold what it would write to (copy-on-write).
-        None, nothing changed: not now. Raises RequestTooLongError if the whole pool would not do.
-        """
+    @override
+    def reserve(self, seq: Sequence, num_tokens: int) -> Moves | None:
+        # Where others hold a block that it would write to, it gets a copy (copy-on-write).
         groups = self.tables.num_groups
         missing = max(0, self._num_missing(seq, num_tokens)) * groups
         first = seq.num_computed_tokens // self._block_size * groups
-        written = seq.block_table[first : first + groups]
+        written = seq.held.block_table[first : first + groups]
         copied = self._pool.shared(written)
         if not missing and not copied:
-            return ()
+            return NO_MOVES
         if num_tokens > (most := self.tables.num_slots):
             raise RequestTooLongError(f"num_tokens: {num_tokens} do not fit the KV cache, which holds {most}")
         blocks = self._pool.allocate(missing + len(copied))
@@ -258,66 +275,71 @@ class KVManager:
         self._holders.add(seq)
         copies = dict(zip(copied, blocks, strict=False))
         kept = [copies.get(block, block) for block in written]
-        seq.block_table = (*seq.block_table[:first], *kept, *seq.block_table[first + groups :], *blocks[len(copied) :])
+        seq.held.block_table = (
+            *seq.held.block_table[:first],
+            *kept,
+            *seq.held.block_table[first + groups :],
+            *blocks[len(copied) :],
+        )
         self._pool.release(copied)
-        return tuple(copies.items())
+        return Moves(copies=tuple(copies.items()))
 
+    @override
     def release(self, seq: Sequence) -> None:
-        """Give `seq`'s blocks back; nothing of it counts as computed any more."""
-        if seq.host_blocks:
+        if seq.held.host_blocks:
             self._leave_host(seq)
-            seq.num_published = 0
+            seq.held.num_published = 0
         if seq not in self._holders:
             return
         self._holders.remove(seq)
-        if seq.num_published is not None and seq.names is not None:
-            for name in self._names(seq, 0)[seq.num_published :]:
+        if seq.held.num_published is not None and seq.held.names is not None:
+            for name in self._names(seq, 0)[seq.held.num_published :]:
                 self._no_longer_coming(seq, name)
-        self._pool.release(self.tables.held(seq.block_table))
-        seq.block_table = ()
-        seq.num_shed = ()
+        self._pool.release(self.tables.held(seq.held.block_table))
+        seq.held.block_table = ()
+        seq.held.num_shed = ()
         seq.num_computed_tokens = 0
-        seq.num_published = 0
+        seq.held.num_published = 0
 
+    @override
     def check(self) -> None:
-        """Raise EngineDeadError unless the pool is sound and the tables are what it counts."""
         self._pool.check()
-        held = Counter(block for seq in self._holders for block in self.tables.held(seq.block_table))
+        held = Counter(block for seq in self._holders for block in self.tables.held(seq.held.block_table))
         if len(held) != self._pool.num_owned or any(self._pool.ref_count(block) != n for block, n in held.items()):
             raise EngineDeadError("KV cache: the block tables are not what the pool counts")
         for seq in self._holders:
-            stretches, left_over = divmod(len(seq.block_table), self.tables.num_groups)
+            stretches, left_over = divmod(len(seq.held.block_table), self.tables.num_groups)
             if left_over or seq.num_computed_tokens > stretches * self._block_size:
                 raise EngineDeadError(f"KV cache: request {seq.request_id} has more computed tokens than slots")
-            if self.tables.seen_from(seq.num_computed_tokens, seq.block_table) is None:
+            if self.tables.seen_from(seq.num_computed_tokens, seq.held.block_table) is None:
                 raise EngineDeadError(f"KV cache: request {seq.request_id} has given back blocks that it needs")
         if self._host is not None:
             self._host.check()
-            kept = itertools.chain.from_iterable(seq.host_blocks for seq in self._moved)
+            kept = itertools.chain.from_iterable(seq.held.host_blocks for seq in self._moved)
             if self._host.num_owned != sum(host is not None for host in kept):
                 raise EngineDeadError("KV cache: the host blocks are not what the pool counts")
         if not self._holders >= set(self._coming.values()):
             raise EngineDeadError("KV cache: blocks are awaited from a sequence that does not run")
 
     def _hold(self, seq: Sequence, blocks: tuple[int, ...], num_tokens: int) -> None:
-        seq.block_table = blocks
+        seq.held.block_table = blocks
         seq.num_computed_tokens = num_tokens
         self._holders.add(seq)
-        if self._shares and seq.num_published is not None:
+        if self._shares and seq.held.num_published is not None:
             for name in self._names(seq, seq.num_tokens // self._block_size)[num_tokens // self._block_size :]:
                 self._coming.setdefault(name.key, seq)
 
     def _leave_host(self, seq: Sequence) -> None:
         assert self._host is not None  # or it would have no host blocks
-        self._host.release([host for host in seq.host_blocks if host is not None])
+        self._host.release([host for host in seq.held.host_blocks if host is not None])
         self._moved.remove(seq)
-        seq.host_blocks, seq.num_swapped_tokens = (), 0
+        seq.held.host_blocks, seq.held.num_swapped_tokens = (), 0
 
     def _names(self, seq: Sequence, num_blocks: int) -> list[BlockName]:
         """Of `seq`'s first `num_blocks` blocks at least."""
-        if seq.names is None:
-            seq.names = PrefixNames(self._block_size, seq.request.service.cache_salt)
-        return seq.names.upto(num_blocks, seq.tokens)
+        if seq.held.names is None:
+            seq.held.names = PrefixNames(self._block_size, seq.request.service.cache_salt)
+        return seq.held.names.upto(num_blocks, seq.tokens)
 
     def _no_longer_coming(self, seq: Sequence, name: BlockName) -> None:
         if self._coming.get(name.key) is seq:
@@ -325,4 +347,4 @@ class KVManager:
 
     def _num_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Stretches of `block_size` tokens."""
-        return self.tables.stretches(num_tokens) - len(seq.block_table) // self.tables.num_groups
+        return self.tables.stretches(num_tokens) - len(seq.held.block_table) // self.tables.num_groups

@@ -14,21 +14,49 @@ from hf_cb.request import Choice, FinishReason, TokenNote
 UNKNOWN = -1  # stands for a token that the step before samples, and whose value has not come back yet
 
 
+class RowMemory(NamedTuple):
+    """What a row shows of its sequence's memory. `block_table` covers the positions up to the row's last token."""
+
+    block_table: tuple[int, ...]
+
+
+class Moves(NamedTuple):
+    """What to copy before a step's rows are computed, in this order, once, whatever becomes of the rows."""
+
+    swap_out: tuple[tuple[int, int], ...] = ()  # (block, host block); a step swaps in or out
+    swap_in: tuple[tuple[int, int], ...] = ()  # (host block, block)
+    copies: tuple[tuple[int, int], ...] = ()  # (block, its copy): a sequence is about to write where others have their tokens
+
+
+NO_MOVES = Moves()
+
+
 class ScheduledRow(NamedTuple):
     """One sequence's part of one step.
 
     `token_ids` are the tokens whose keys and values this step computes; the first stands at position `start` of its
-    sequence; the last may be UNKNOWN. `block_table` covers positions 0 .. start + len(token_ids) - 1. `samples` is true when
-    these tokens catch up with the sequence, so that the last one's logits give its next token. `beam`: which of the request's
-    beams it is.
+    sequence; the last may be UNKNOWN. The row asks for the logits at its last `num_logits` positions: none while its tokens
+    don't catch up with the sequence; one that gives the next token; or one more for each drafted token at the row's end,
+    whose logits tell whether the next one is right, too. `beam`: which of the request's beams it is.
     """
 
     request_id: int
     start: int
     token_ids: tuple[int, ...]
-    block_table: tuple[int, ...]
-    samples: bool
+    memory: RowMemory
+    num_logits: int
     beam: int = 0
+
+    @property
+    def end(self) -> int:
+        """The position after its last token that is no draft."""
+        end = self.start + len(self.token_ids)
+        return end if self.num_logits < 2 else end - self.num_logits + 1
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The tokens at its end that are guesses."""
+        return self.token_ids[self.end - self.start :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +66,27 @@ class SchedulerOutput:
     rows: tuple[ScheduledRow, ...]
     num_scheduled_tokens: int
     preempted: tuple[int, ...] = ()  # request ids that lost their blocks while this step was composed
-    # Blocks to copy before the rows are computed, in this order, once, whatever becomes of the rows. A step swaps in or out.
-    swap_out: tuple[tuple[int, int], ...] = ()  # (block, host block)
-    swap_in: tuple[tuple[int, int], ...] = ()  # (host block, block)
-    copies: tuple[tuple[int, int], ...] = ()  # (block, its copy): a sequence is about to write where others have their tokens
+    moves: Moves = NO_MOVES
     # (request id, tokens found in the prefix cache) of those admitted the first time: news rather than a decision, told once.
     cached: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of_rows(cls, rows: tuple[ScheduledRow, ...]) -> SchedulerOutput:
+        """A part of a step by itself, after what it moves has been moved."""
+        return cls(rows, sum(len(row.token_ids) for row in rows))
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed: a token for every row that samples, or the error that belongs to that row alone. The beams of a
-    search have no tokens, but a choice."""
+    """What a step computed: for every row that asks for logits its next tokens, or the error that belongs to that row alone.
+    The beams of a search have no tokens, but a choice."""
 
-    tokens: dict[int, int]  # request id -> sampled token id
+    tokens: dict[int, tuple[int, ...]]  # request id -> sampled token ids, at least one, at most as many as the row's logits
     errors: dict[int, BaseException] = field(default_factory=dict)  # request id -> why that row has no token
-    stopped: frozenset[int] = frozenset()  # request ids that end with their token, by rules of their own
-    notes: dict[int, TokenNote] = field(default_factory=dict)  # request id -> what goes to its caller with the token
+    stopped: frozenset[int] = frozenset()  # request ids that end with their last token, by rules of their own
+    notes: dict[int, tuple[TokenNote, ...]] = field(
+        default_factory=dict
+    )  # request id -> what goes to its caller with each token
     choices: dict[int, Choice] = field(default_factory=dict)  # request id -> how its beams go on, once all of them are computed
 
     @classmethod
@@ -73,11 +105,11 @@ class StepResult:
 
 
 class Emission(NamedTuple):
-    """What `Scheduler.update` reports for one sequence: its new token, and why it ended if it did."""
+    """What `Scheduler.update` reports for one sequence: its new tokens, and why it ended if it did."""
 
     request_id: int
-    token: int | None
+    tokens: tuple[int, ...]
     finish_reason: FinishReason | None
     error: BaseException | None = None
-    note: TokenNote | None = None
+    notes: tuple[TokenNote, ...] = ()  # one for each token, or none at all
     best: tuple[int, ...] | None = None  # of a search that has ended: all its output tokens

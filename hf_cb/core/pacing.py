@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-_WEIGHT = 0.25  # of the latest measurement in the running means
+from hf_cb.core.running_mean import RunningMean
+
 _MARGIN = 0.9  # of the target is aimed at: steps scatter
 _FIRST = 32  # tokens, before anything was measured
 
@@ -18,23 +19,19 @@ class Pacer:
     def __init__(self, target_seconds: float, least: int) -> None:
         self._target = _MARGIN * target_seconds
         self._least = least
-        self._single_seconds = 0.0  # a step of single tokens alone; 0: never measured
-        self._token_seconds = 0.0  # each token beyond those
+        self._single_seconds = RunningMean()  # a step of single tokens alone; 0: never measured
+        self._token_seconds = RunningMean()  # each token beyond those
 
     def allowance(self) -> int:
         """Tokens beyond the single ones that a step may compute now."""
-        if not self._token_seconds:
+        if not self._token_seconds.value:
             return max(self._least, _FIRST)
-        return max(self._least, int((self._target - self._single_seconds) / self._token_seconds))
+        return max(self._least, int((self._target - self._single_seconds.value) / self._token_seconds.value))
 
     def observe(self, num_singles: int, num_others: int, seconds: float) -> None:
         """A step with so many sequences of one token each, and so many tokens of others, took `seconds`."""
         if not num_others:
-            self._single_seconds = _mean(self._single_seconds, seconds)
-        elif num_singles or not self._token_seconds:  # prompts alone share their fixed cost among more tokens
-            beyond = max(seconds - self._single_seconds, 0.1 * seconds) if num_singles else seconds
-            self._token_seconds = _mean(self._token_seconds, beyond / num_others)
-
-
-def _mean(before: float, latest: float) -> float:
-    return before + _WEIGHT * (latest - before) if before else latest
+            self._single_seconds.observe(seconds)
+        elif num_singles or not self._token_seconds.value:  # prompts alone share their fixed cost among more tokens
+            beyond = max(seconds - self._single_seconds.value, 0.1 * seconds) if num_singles else seconds
+            self._token_seconds.observe(beyond / num_others)

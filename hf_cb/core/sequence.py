@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from hf_cb.core.prefix import PrefixNames
-from hf_cb.request import FinishReason, Request, Status
+from hf_cb.core.holding import Holding
+from hf_cb.core.output import UNKNOWN
+from hf_cb.errors import EngineDeadError
+from hf_cb.request import Request, Status
 
 
 @dataclass(slots=True, eq=False)
@@ -15,8 +17,8 @@ class Sequence:
     `time.monotonic()`'s clock.
 
     `tokens`: the prompt, then the output; the last one is UNKNOWN while the step that samples it is underway. The keys and
-    values of the first `num_computed_tokens` of them are in the blocks of `block_table`, which may cover more: what a step that
-    has not ended will write. The first `num_cached_tokens` were there already when it was first admitted.
+    values of the first `num_computed_tokens` of them are in what it holds, which may cover more: what a step that has not
+    ended will write. The first `num_cached_tokens` were there already when it was first admitted.
 
     A request with a search is one sequence, its trunk, until the prompt is computed; from then on its `beams` are sequences of
     their own, which hold the blocks. When they are preempted, they become a trunk again, of what they have in common, and
@@ -27,16 +29,10 @@ class Sequence:
     arrival: int
     arrived_at: float = 0.0
     status: Status = Status.WAITING
-    finish_reason: FinishReason | None = None
     tokens: list[int] = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # None: it was never admitted
-    block_table: tuple[int, ...] = ()  # a tuple, so that a step's rows can hold it as it is until it grows
-    num_shed: tuple[int, ...] = ()  # stretches of blocks given back, by group of layers that look back only so far
-    host_blocks: tuple[int | None, ...] = ()  # while it waits: where its first `num_swapped_tokens` tokens' keys and values are
-    num_swapped_tokens: int = 0
-    num_published: int | None = 0  # of its blocks; None: no more of what it holds may be published
-    names: PrefixNames | None = None  # made by the KV manager, when it has a use for them
+    held: Holding = field(default_factory=Holding)  # of the memory
     beams: tuple[Sequence, ...] = ()
     beam: int = 0  # which of its request's beams this is
     tails: tuple[tuple[int, ...], ...] = ()
@@ -64,11 +60,32 @@ class Sequence:
         """The sequences that steps compute for this request: its beams, or itself."""
         return self.beams or (self,)
 
+    @property
+    def can_be_guessed(self) -> bool:
+        """Whether tokens may be drafted after its last one: that is known, and it has no beams."""
+        return self.request.search is None and self.tokens[-1] != UNKNOWN
+
+    def learn(self, position: int, tokens: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Take in the `tokens` from `position` on, and return them: those up to one that ends it, or to its length.
+
+        Raises EngineDeadError for none, and where others are expected.
+        """
+        if not tokens:
+            raise EngineDeadError(f"request {self.request_id}: the step gave neither a token nor an error")
+        if self.tokens[position] != UNKNOWN or (len(tokens) > 1 and position + 1 != len(self.tokens)):
+            raise EngineDeadError(f"request {self.request_id}: the result is not that of the oldest step")
+        self.tokens[position] = tokens[0]
+        if len(tokens) > 1:
+            ends = (i + 1 for i, token in enumerate(tokens) if token in self.request.eos_token_ids)
+            tokens = tokens[: min(next(ends, len(tokens)), self.request.max_tokens - position)]
+            self.tokens += tokens[1:]
+        return tokens
+
     def branch(self, beam: int, tokens: Tokens[int]) -> Sequence:
         """Beam `beam` of this sequence's request, which goes on from here with `tokens`. It holds no blocks yet."""
         seq = Sequence(self.request, self.arrival, self.arrived_at, beam=beam)
         seq.tokens = [*self.tokens, *tokens]
-        seq.names = None if self.names is None else self.names.copy()
+        seq.held.names = None if self.held.names is None else self.held.names.copy()
         return seq
 
     def fold(self) -> None:
@@ -84,8 +101,3 @@ class Sequence:
     def is_full(self) -> bool:
         """Whether it has all the tokens that it may have, and ends as soon as the last one is known."""
         return len(self.tokens) >= self.request.max_tokens
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - len(self.request.prompt)

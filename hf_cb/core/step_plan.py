@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.memory import SequenceMemory
+from hf_cb.core.output import NO_MOVES, Moves, ScheduledRow, SchedulerOutput
 from hf_cb.core.sequence import Sequence
+
+Draft = Callable[[Sequence, int], tuple[int, ...]]
+"""(sequence, most tokens) -> guesses at what comes next; none is fine."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step while it is composed. `budget`: tokens that it may have in all."""
+    """A step while it is composed. `budget`: tokens that it may have in all. `draft`: see Scheduler."""
 
     budget: int
+    memory: SequenceMemory
+    draft: Draft | None = None
     granted: int = 0  # of those
     rows: dict[Sequence, ScheduledRow] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
@@ -22,14 +29,25 @@ class StepPlan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     is_short: bool = False  # of blocks for somebody who waits for what the step underway gives back
 
-    def grant(self, seq: Sequence, end: int, copies: tuple[tuple[int, int], ...]) -> None:
-        """Give `seq` its tokens up to position `end`."""
+    def grant(self, seq: Sequence, end: int) -> None:
+        """Give `seq` its tokens up to `end`, for which there is room, and guesses where there is room for those, too."""
         start = seq.num_computed_tokens
-        tokens = tuple(seq.tokens[start:end])
-        samples = end == len(seq.tokens) and not seq.tails
-        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, seq.block_table, samples, seq.beam)
-        self.granted += end - start
-        for block, copy in copies:
+        tokens, num_logits = tuple(seq.tokens[start:end]), int(end == len(seq.tokens) and not seq.tails)
+        if num_logits and self.draft is not None and seq.can_be_guessed:
+            drafts = self.draft(seq, min(self.left - len(tokens), seq.request.max_tokens - end - 1))
+            if drafts and (moves := self.memory.reserve(seq, end + len(drafts))) is not None:  # nobody is preempted for them
+                self.move(moves)
+                tokens, num_logits = tokens + drafts, 1 + len(drafts)
+        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, self.memory.row(seq), num_logits, seq.beam)
+        self.granted += len(tokens)
+
+    def move(self, moves: Moves) -> None:
+        """Let the memory's content be copied before the step."""
+        if moves is NO_MOVES:
+            return
+        self.swap_out += moves.swap_out
+        self.swap_in += moves.swap_in
+        for block, copy in moves.copies:
             # All are copied at once: of a copy that this step makes itself, there is only what it is made from.
             self.copies[copy] = self.copies.get(block, block)
 
@@ -51,8 +69,6 @@ class StepPlan:
             rows=tuple(self.rows.values()),
             num_scheduled_tokens=self.granted,
             preempted=tuple(self.preempted),
-            swap_out=tuple(self.swap_out),
-            swap_in=tuple(self.swap_in),
-            copies=tuple((block, copy) for copy, block in self.copies.items()),
+            moves=Moves(tuple(self.swap_out), tuple(self.swap_in), tuple((block, copy) for copy, block in self.copies.items())),
             cached=tuple(self.cached),
         )

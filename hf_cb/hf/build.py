@@ -15,24 +15,28 @@ import torch
 from hf_cb.attention.backend import can_be_captured, default_block_size
 from hf_cb.attention.step import LayerSpec
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
+from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.fair import Fair
+from hf_cb.core.kv_manager import KVManager
+from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.priority import Priority
 from hf_cb.core.reach import Reach
 from hf_cb.core.scheduler import Scheduler
 from hf_cb.core.swap_cost import SwapCost
-from hf_cb.engine import Served
 from hf_cb.engine_core import EngineCore, FollowWeights, Look
 from hf_cb.errors import InvalidArgumentError
 from hf_cb.hf.calls.generate import defaults_of
 from hf_cb.hf.calls.seeds import draw_seed
-from hf_cb.hf.support import Servable, UnservableError, examine
+from hf_cb.hf.probe import UnservableError
+from hf_cb.hf.support import Servable, Wishes, examine
 from hf_cb.hf.twins.attention import set_port
 from hf_cb.hf.twins.fingerprint import Books
 from hf_cb.hf.twins.own_code import own_code
 from hf_cb.hf.twins.tensor_parallel import lockstep_of, uneven_heads
 from hf_cb.hf.twins.twin import merge_notes, shared_tensors
 from hf_cb.hf.twins.weights import WeightWatch, plain_parts
+from hf_cb.intake import Served
 from hf_cb.options import Defaults
 from hf_cb.runtime import graphs
 from hf_cb.runtime.kv_cache import KVCache
@@ -69,18 +73,7 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
     streams = streams_of(servable.device)
     graphs = _graphs(servable, config, resolved, port, cache, lockstep)
     runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams, graphs)
-    scheduler = Scheduler(
-        num_blocks=cache.num_blocks,
-        block_size=resolved.block_size,
-        max_batch_tokens=resolved.max_batch_tokens,
-        max_batch_size=resolved.max_batch_size,
-        policy=make_policy(resolved.policy),
-        prefix_cache=resolved.prefix_cache,
-        num_host_blocks=resolved.num_swap_blocks * num_groups,
-        swap_cost=SwapCost(facts.kv_bytes_per_token * resolved.block_size / num_groups / _COPY_BYTES_PER_SECOND),
-        target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1000,
-        reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
-    )
+    scheduler = _scheduler(config, resolved, facts, layout, cache.num_blocks)
     swap_space = SwapSpace(cache, resolved.num_swap_blocks * num_groups, streams) if resolved.num_swap_blocks else None
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
@@ -106,6 +99,26 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
     )
 
 
+def _scheduler(config: CBConfig, resolved: ResolvedConfig, facts: ModelFacts, layout: KVLayout, num_blocks: int) -> Scheduler:
+    num_groups = len(layout.groups)
+    memory = KVManager(
+        BlockPool(num_blocks),
+        resolved.block_size,
+        shares=resolved.prefix_cache,
+        num_host_blocks=resolved.num_swap_blocks * num_groups,
+        reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
+        max_step_tokens=resolved.max_batch_tokens,
+    )
+    return Scheduler(
+        memory,
+        max_batch_tokens=resolved.max_batch_tokens,
+        max_batch_size=resolved.max_batch_size,
+        policy=make_policy(resolved.policy),
+        pacer=None if config.target_itl_ms is None else Pacer(config.target_itl_ms / 1000, resolved.block_size),
+        swap_cost=SwapCost(facts.kv_bytes_per_token * resolved.block_size / num_groups / _COPY_BYTES_PER_SECOND),
+    )
+
+
 def _prefix_reason(config: CBConfig, own_code: str | None) -> str:
     if not config.prefix_cache:
         return "prefix_cache is False"
@@ -126,14 +139,14 @@ def _overlaps(config: CBConfig, device: torch.device, lockstep: Lockstep | None)
 def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None, books: Books) -> Servable:
     """As `examine`; the ranks of a tensor-parallel model, which all come here, serve it together or not at all."""
     kv_dtype = None if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    wishes = Wishes(config.attention_backend, block_size=config.block_size, kv_dtype=kv_dtype)
     if lockstep is None:
-        memory = _pack_memory(config)
-        return examine(model, config.attention_backend, memory, config.block_size, kv_dtype, books)
+        return examine(model, wishes._replace(pack_memory=_pack_memory(config)), books)
     if config.swap_space:
         raise InvalidArgumentError(f"swap_space: takes 0 for a tensor-parallel model; got {config.swap_space!r}")
     reason: str | None = None
     try:
-        servable = examine(model, config.attention_backend, block_size=config.block_size, kv_dtype=kv_dtype)
+        servable = examine(model, wishes)
     except UnservableError as error:
         reason = uneven_heads(model, lockstep.size) or str(error)
     if not lockstep.least(reason is None):

@@ -25,11 +25,14 @@ from pathlib import Path
 
 import torch
 
+from hf_cb import forks
+
 _SOURCES = Path(__file__).parent / "csrc"
 _TIMEOUT = 300.0  # seconds; a build takes twenty
 _INSTALL = "install a C++20 compiler (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) or set CXX to one"
 
 _lock = threading.Lock()
+forks.renewed_in_child(globals(), _lock=threading.Lock)
 _loaded: list[Path] = []
 _failed: list[BuildError] = []
 
@@ -141,15 +144,6 @@ def _toolchain() -> tuple[list[str], list[str], list[str]]:
     # Linked without OpenMP, so that its symbols are those of the runtime that torch has loaded: two runtimes in a process would
     # have two pools of threads.
     return compiler, [*compile_flags, abi, *includes], ["-shared", f"-L{root / 'lib'}"]
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):  # the thread that holds it is not in the child
-    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _key(flags: list[str]) -> str:

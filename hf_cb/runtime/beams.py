@@ -21,9 +21,10 @@ class Beams:
         self._logits: dict[int, torch.Tensor] = {}  # beam -> [vocab]
 
     def take(self, row: ScheduledRow, logits: torch.Tensor) -> None:
-        """The logits [vocab] after the last token of a row that samples."""
-        length = row.start + len(row.token_ids)
-        if length == self._num_prompt_tokens + self._search.num_chosen:  # else it is late: that choice has been made without it
+        """The logits [vocab] after the last token of a row."""
+        if (
+            row.end == self._num_prompt_tokens + self._search.num_chosen
+        ):  # else it is late: that choice has been made without it
             self._logits[row.beam] = logits.clone()  # not a view that keeps those of the whole step
 
     def choose(self) -> Choice | None:

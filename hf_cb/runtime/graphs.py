@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_cb.attention.step import AttentionStep
+from hf_cb.errors import brief
 from hf_cb.runtime.input_batch import InputBatch
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.port import AttentionPort
@@ -218,7 +219,7 @@ class DecodeGraphs:
         return captured
 
     def _note_failure(self, sizes: Sizes, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        reason = brief(error)
         if not self._failures:
             logger.warning("a decode step can't be captured as a CUDA graph and runs as before (%s)", reason)
         self._failures[sizes] = reason

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hf_cb.attention.step import AttentionStep
-from hf_cb.core.output import UNKNOWN, SchedulerOutput
+from hf_cb.core.output import UNKNOWN, ScheduledRow, SchedulerOutput
 from hf_cb.runtime.streams import Streams
 
 
@@ -22,15 +22,24 @@ class PromptPart(NamedTuple):
     length: int
 
 
+class DraftPart(NamedTuple):
+    """Guesses at the end of a row, whose logits are at `first` .. `first + len(tokens) - 1` of the batch's."""
+
+    request_id: int
+    first: int
+    tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """T packed tokens of N rows, of which n sample."""
+    """T packed tokens of N rows, of which n ask for logits."""
 
     input_ids: torch.Tensor  # [1, T] int64; 0 where they are not known on the host, see `follow`
     position_ids: torch.Tensor  # [1, T] int64
-    logits_indices: torch.Tensor  # [n] int64: packed positions of the last token of each row that samples, then prompt_parts'
-    sampling_ids: tuple[int, ...]  # request ids in the order of logits_indices
+    logits_indices: torch.Tensor  # [m] int64: packed positions; that of the last known token of n rows, then the parts'
+    sampling_ids: tuple[int, ...]  # request ids of the n rows, in the order of logits_indices
     steps: tuple[AttentionStep, ...]  # for each group of layers: they differ in where the keys and values are
+    draft_parts: tuple[DraftPart, ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
     unknown: tuple[torch.Tensor, torch.Tensor] | None = None  # packed positions, and which tokens of the step before go there
 
@@ -62,63 +71,88 @@ def build_input_batch(
     rows = output.rows
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
-    ends = np.cumsum(lens)
-    total = int(ends[-1])
-    ids = np.fromiter((token for row in rows for token in row.token_ids), np.int64, total)
+    ends, key_lens = np.cumsum(lens), starts + lens
+    ids = np.fromiter((token for row in rows for token in row.token_ids), np.int64, int(ends[-1]))
     # Position of packed token t of row i: start_i + (t - first packed index of row i).
     row_of = np.repeat(np.arange(len(rows)), lens)
-    positions = np.arange(total) + (starts - (ends - lens))[row_of]
-
-    key_lens = starts + lens
-    tables = [row.block_table for row in rows]
-    block_table = np.zeros((len(rows), max(map(len, tables))), np.int32)  # 0 beyond the used blocks: a valid id
-    for i, table in enumerate(tables):
-        block_table[i, : len(table)] = table
-    stretches, offsets = positions // block_size * num_groups, positions % block_size
-
-    samples = [i for i, row in enumerate(rows) if row.samples]
-    logits_indices, parts = [ends[samples] - 1], []
-    for i, row in enumerate(rows):
-        if wanted and row.request_id in wanted:
-            positions_wanted = wanted[row.request_id](row.start, row.start + len(row.token_ids))
-            if positions_wanted:
-                parts.append(PromptPart(row.request_id, positions_wanted.start, len(positions_wanted)))
-                logits_indices.append(np.asarray(positions_wanted) - row.start + ends[i] - lens[i])
+    positions = np.arange(len(ids)) + (starts - (ends - lens))[row_of]
+    asked = _ask(rows, ends, wanted)
     cu_seqlens_q = np.zeros(len(rows) + 1, np.int32)
     cu_seqlens_q[1:] = ends
-
-    arrays: list[np.ndarray] = [ids, positions, np.concatenate(logits_indices), cu_seqlens_q, key_lens.astype(np.int32)]
-    for group in range(num_groups):
-        arrays.append(np.ascontiguousarray(block_table[:, group::num_groups]))
-        arrays.append(block_table[row_of, stretches + group].astype(np.int64) * block_size + offsets)
+    arrays: list[np.ndarray] = [ids, positions, asked.indices, cu_seqlens_q, key_lens.astype(np.int32)]
+    arrays += _places(rows, row_of, positions, block_size, num_groups)
     unknown = np.flatnonzero(ids == UNKNOWN)
     if len(unknown):
         ids[unknown] = 0
         index = {request_id: i for i, request_id in enumerate(before)}
         arrays += [unknown, np.array([index[rows[row].request_id] for row in row_of[unknown]])]
-    input_ids, position_ids, at, cu_seqlens, seq_lens, *rest = streams.upload(arrays)
-
-    query_lens, row_lens = tuple(lens.tolist()), tuple(key_lens.tolist())
-
-    def step(group: int) -> AttentionStep:
-        return AttentionStep(
-            cu_seqlens_q=cu_seqlens,
-            seq_lens_k=seq_lens,
-            block_table=rest[2 * group],
-            slot_mapping=rest[2 * group + 1],
-            query_lens=query_lens,
-            key_lens=row_lens,
-            max_seqlen_q=int(lens.max()),
-            max_seqlen_k=int(key_lens.max()),
-            block_size=block_size,
-        )
-
+    input_ids, position_ids, logits_indices, cu_seqlens, seq_lens, *rest = streams.upload(arrays)
+    common: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens,
+        "seq_lens_k": seq_lens,
+        "query_lens": tuple(lens.tolist()),
+        "key_lens": tuple(key_lens.tolist()),
+        "max_seqlen_q": int(lens.max()),
+        "max_seqlen_k": int(key_lens.max()),
+        "block_size": block_size,
+    }
     return InputBatch(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
-        logits_indices=at,
-        sampling_ids=tuple(rows[i].request_id for i in samples),
-        steps=tuple(map(step, range(num_groups))),
-        prompt_parts=tuple(parts),
+        logits_indices=logits_indices,
+        sampling_ids=asked.sampling_ids,
+        steps=tuple(
+            AttentionStep(block_table=rest[2 * group], slot_mapping=rest[2 * group + 1], **common)
+            for group in range(num_groups)
+        ),
+        draft_parts=asked.drafts,
+        prompt_parts=asked.prompts,
         unknown=(rest[-2], rest[-1]) if len(unknown) else None,
     )
+
+
+class _Asked(NamedTuple):
+    """Which logits are wanted."""
+
+    indices: np.ndarray  # [m] packed positions
+    sampling_ids: tuple[int, ...]
+    drafts: tuple[DraftPart, ...]
+    prompts: tuple[PromptPart, ...]
+
+
+def _ask(rows: Sequence[ScheduledRow], ends: np.ndarray, wanted: Mapping[int, Wanted] | None) -> _Asked:
+    """`ends` [N]: of the rows, packed."""
+    num_logits = np.fromiter((row.num_logits for row in rows), np.int64, len(rows))
+    asking = np.flatnonzero(num_logits)
+    indices, drafts, prompts = [ends[asking] - num_logits[asking]], [], []
+    num_asked = len(asking)
+    for drafting in map(int, np.flatnonzero(num_logits > 1)):
+        row = rows[drafting]
+        drafts.append(DraftPart(row.request_id, num_asked, row.drafts))
+        indices.append(np.arange(ends[drafting] - len(row.drafts), ends[drafting]))
+        num_asked += len(row.drafts)
+    for row, end in zip(rows, ends, strict=True) if wanted else ():
+        if (
+            wanted
+            and row.request_id in wanted
+            and (positions := wanted[row.request_id](row.start, row.start + len(row.token_ids)))
+        ):
+            prompts.append(PromptPart(row.request_id, positions.start, len(positions)))
+            indices.append(np.asarray(positions) - row.start + end - len(row.token_ids))
+    return _Asked(np.concatenate(indices), tuple(rows[int(i)].request_id for i in asking), tuple(drafts), tuple(prompts))
+
+
+def _places(
+    rows: Sequence[ScheduledRow], row_of: np.ndarray, positions: np.ndarray, block_size: int, num_groups: int
+) -> list[np.ndarray]:
+    """For each group of layers its block table [N, width] int32, and the slots [T] int64 of the packed tokens."""
+    tables = [row.memory.block_table for row in rows]
+    block_table = np.zeros((len(rows), max(map(len, tables))), np.int32)  # 0 beyond the used blocks: a valid id
+    for i, table in enumerate(tables):
+        block_table[i, : len(table)] = table
+    stretches, offsets = positions // block_size * num_groups, positions % block_size
+    arrays = []
+    for group in range(num_groups):
+        arrays.append(np.ascontiguousarray(block_table[:, group::num_groups]))
+        arrays.append(block_table[row_of, stretches + group].astype(np.int64) * block_size + offsets)
+    return arrays

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,11 +15,11 @@ from hf_cb.errors import EngineDeadError
 from hf_cb.request import Choice, Request, TokenNote
 from hf_cb.runtime.beams import Beams
 from hf_cb.runtime.graphs import DecodeGraphs
-from hf_cb.runtime.input_batch import InputBatch, Wanted, build_input_batch
+from hf_cb.runtime.input_batch import DraftPart, InputBatch, Wanted, build_input_batch
 from hf_cb.runtime.lockstep import Lockstep, Step, lost
 from hf_cb.runtime.logprobs import PromptLogprobs
 from hf_cb.runtime.port import AttentionPort
-from hf_cb.runtime.sampler import Chosen, RowState, accept, choose
+from hf_cb.runtime.sampler import Chosen, RowState, Sampled, accept, choose, sample
 from hf_cb.runtime.streams import Download, Streams, streams_of
 
 logger = logging.getLogger("hf_cb")
@@ -44,6 +44,41 @@ class Launched:
     arriving: Download  # the chosen's tokens [n], and whether there is a NaN in each row's scores [n]
     errors: dict[int, BaseException]  # request id -> what is known already
     seconds: float  # that the model took of the host's time
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a step's logits have come to so far."""
+
+    rows: dict[int, RowState]
+    errors: dict[int, BaseException]
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    stopped: set[int] = field(default_factory=set)
+    notes: dict[int, list[TokenNote]] = field(default_factory=dict)
+
+    def take(self, ids: tuple[int, ...], sampled: Sampled) -> None:
+        """One more token, or an error, for each of `ids`."""
+        for i, error in sampled.errors.items():
+            self.errors.setdefault(ids[i], error)
+        for i, key in enumerate(ids):
+            if key in self.errors:
+                self.tokens.pop(key, None)
+            else:
+                self.tokens[key] = (*self.tokens.get(key, ()), sampled.tokens[i])
+        self.stopped.update(ids[i] for i in sampled.stopped)
+        for i, logprobs in sampled.logprobs.items():
+            self.notes.setdefault(ids[i], []).append(TokenNote(logprobs))
+
+    def goes_on(self, part: DraftPart, depth: int) -> bool:
+        """Whether a draft's token at `depth` is the one that was sampled there, and the row has not ended with it."""
+        key, tokens = part.request_id, self.tokens.get(part.request_id, ())
+        is_right = depth < len(part.tokens) and len(tokens) == depth + 1 and tokens[-1] == part.tokens[depth]
+        return is_right and key not in self.stopped and tokens[-1] not in self.rows[key].eos_token_ids
+
+    def result(self) -> StepResult:
+        """All of it."""
+        notes = {key: tuple(notes) for key, notes in self.notes.items() if key in self.tokens}
+        return StepResult(self.tokens, self.errors, frozenset(self.stopped), notes)
 
 
 class ModelRunner:
@@ -95,10 +130,11 @@ class ModelRunner:
 
     def can_wait(self, output: SchedulerOutput) -> bool:
         """Whether the next step can be launched before the result of this one has come: no row's next token takes the host to
-        know this one."""
-        sampling = [self._rows.get(row.request_id) for row in output.rows if row.samples]
+        know this one, and it is known where that token comes."""
+        asking = [self._rows.get(row.request_id) for row in output.rows if row.num_logits]
         return not (
-            any(row is None or row.needs_host for row in sampling)
+            any(row is None or row.needs_host for row in asking)
+            or any(row.num_logits > 1 for row in output.rows)
             or any(row.request_id in self._prompts for row in output.rows)
         )
 
@@ -109,9 +145,10 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput, before: Launched | None = None) -> Launched:
         """Hand the step to the device; if it `can_wait`, without waiting for that.
 
-        `before`: the step before, where this one has tokens of it that are UNKNOWN. After an exception it may be tried again:
-        a row that had been sampled for already has its error then, in the place of a second draw.
+        `before`: the step before, where this one has tokens of it that are UNKNOWN. After an exception it may be tried again,
+        in parts too.
         """
+        self._rewind(output)
         with torch.inference_mode():
             wanted = {key: prompt.wanted for key, prompt in self._prompts.items()}
             ids = () if before is None else before.ids
@@ -124,9 +161,21 @@ class ModelRunner:
                     Step(output, {part.request_id: range(part.first, part.first + part.length) for part in batch.prompt_parts})
                 )
             logits = self.forward(batch)
-            return self._draft(output, batch, logits, time.perf_counter() - began)
+            return self._choose_tokens(output, batch, logits, time.perf_counter() - began)
 
-    def _draft(self, output: SchedulerOutput, batch: InputBatch, logits: torch.Tensor, seconds: float) -> Launched:
+    def _rewind(self, output: SchedulerOutput) -> None:
+        """Put what the runner keeps of the rows back to where they stood before this step, whatever an earlier attempt at it
+        has moved: a step, or a part of one, is only ever computed from there.
+
+        Keys and values are written to the same places again. What can't be put back, a draw or an answer of the caller's own
+        rules, is not asked for again: such a row has its error then.
+        """
+        for row in output.rows:
+            state = self._rows.get(row.request_id)
+            if state is not None and row.num_logits:
+                state.num_sampled = row.end - state.num_prompt_tokens
+
+    def _choose_tokens(self, output: SchedulerOutput, batch: InputBatch, logits: torch.Tensor, seconds: float) -> Launched:
         """Let the device choose a token for each row that samples and is not a beam. Last: what may fail should fail before,
         since a draw that is made is gone."""
         errors = self._note_prompts(batch, logits)
@@ -135,9 +184,6 @@ class ModelRunner:
             rest = [i for i, key in enumerate(ids) if key in self._rows]
             ids, own = tuple(ids[i] for i in rest), own[rest]
         rows = [self._rows[request_id] for request_id in ids]
-        ends = {row.request_id: row.start + len(row.token_ids) for row in output.rows if row.samples}
-        for request_id, state in zip(ids, rows, strict=True):
-            state.num_sampled = ends[request_id] - state.num_prompt_tokens
         if not ids:
             return Launched(output, batch, logits, ids, rows, None, self._streams.download(), errors, seconds)
         chosen = choose(own, rows)
@@ -171,23 +217,29 @@ class ModelRunner:
         ids = launched.ids
         if launched.chosen is None:
             return StepResult({}, errors)
-        tokens, has_nan = (tensor.tolist() for tensor in arrived)
-        sampled = accept(launched.chosen, launched.rows, tokens)
-        errors.update({ids[i]: error for i, error in sampled.errors.items()})
-        for i, is_bad in enumerate(has_nan):
-            if is_bad and launched.rows[i].rules is None:  # greedy decoding would take the first NaN for the best token
-                errors.setdefault(ids[i], FloatingPointError("its logits hold NaN"))
-        tokens_of = {key: token for key, token in zip(ids, sampled.tokens, strict=True) if key not in errors}
-        notes = {ids[i]: TokenNote(note) for i, note in sampled.logprobs.items()}
-        for key in self._prompts.keys() & tokens_of.keys():
-            notes[key] = TokenNote(notes.get(key, TokenNote()).logprobs, self._prompts.pop(key).result())
-        return StepResult(tokens_of, errors, frozenset(ids[i] for i in sampled.stopped), notes)
+        sampled = accept(launched.chosen, launched.rows, *(tensor.tolist() for tensor in arrived))
+        found = _Found(dict(zip(ids, launched.rows, strict=True)), errors)
+        found.take(ids, sampled)
+        self._verify(launched, found)
+        for key in self._prompts.keys() & found.tokens.keys():
+            first, *rest = found.notes.get(key) or [TokenNote() for _ in found.tokens[key]]
+            found.notes[key] = [TokenNote(first.logprobs, self._prompts.pop(key).result()), *rest]
+        return found.result()
+
+    def _verify(self, launched: Launched, found: _Found) -> None:
+        """Sample on where drafts were right: each position by the tokens before it, as if it had been computed by itself."""
+        depth, parts = 0, list(launched.batch.draft_parts)
+        while parts := [part for part in parts if found.goes_on(part, depth)]:
+            ids = tuple(part.request_id for part in parts)
+            logits = launched.logits[[part.first + depth for part in parts]]
+            found.take(ids, sample(logits, [found.rows[key] for key in ids]))
+            depth += 1
 
     def _choose(self, output: SchedulerOutput, logits: torch.Tensor, errors: dict[int, BaseException]) -> dict[int, Choice]:
-        """Hand logits [n, vocab] of the rows that sample to the searches among them; what those choose that have all."""
+        """Hand logits [n, vocab] of the rows that ask for them to the searches among them; what those choose that have all."""
         choices: dict[int, Choice] = {}
-        sampling = (row for row in output.rows if row.samples)
-        taken = [(row, logits[i]) for i, row in enumerate(sampling) if row.request_id in self._beams]
+        asking = (row for row in output.rows if row.num_logits)
+        taken = [(row, logits[i]) for i, row in enumerate(asking) if row.request_id in self._beams]
         for row, own in taken:
             self._beams[row.request_id].take(row, own)
         for request_id in {row.request_id for row, _ in taken}:
@@ -208,7 +260,7 @@ class ModelRunner:
 
     def _note_prompts(self, batch: InputBatch, logits: torch.Tensor) -> dict[int, BaseException]:
         errors: dict[int, BaseException] = {}
-        end = len(batch.sampling_ids)
+        end = len(batch.sampling_ids) + sum(len(part.tokens) for part in batch.draft_parts)
         for key, first, length in batch.prompt_parts:
             end += length
             self._prompts[key].note(first, logits[end - length : end])

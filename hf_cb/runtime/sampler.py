@@ -107,7 +107,7 @@ class Sampled:
 def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> Sampled:
     """Choose the next token of each row from logits [n, vocab] (any float dtype; not changed)."""
     chosen = choose(logits, rows)
-    return accept(chosen, rows, chosen.tokens.tolist())
+    return accept(chosen, rows, chosen.tokens.tolist(), chosen.has_nan.tolist())
 
 
 def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> Chosen:
@@ -141,9 +141,12 @@ def _twice() -> RuntimeError:
     return RuntimeError("a step failed after a token had been drawn for it, and can't draw the same one again")
 
 
-def accept(chosen: Chosen, rows: Sequence[RowState], tokens: list[int]) -> Sampled:
-    """The rest of it, when the tokens have come to the host."""
+def accept(chosen: Chosen, rows: Sequence[RowState], tokens: list[int], has_nan: list[bool]) -> Sampled:
+    """The rest of it, when the tokens and what `has_nan` says have come to the host."""
     errors, stopped = chosen.errors, set()
+    for i, is_bad in enumerate(has_nan):
+        if is_bad and rows[i].rules is None:  # greedy decoding would take the first NaN for the best token
+            errors.setdefault(i, FloatingPointError("its logits hold NaN"))
     for i, token in enumerate(tokens):
         if token < 0:  # no probability left, or NaN: this row's logits are at fault, nobody else's
             errors.setdefault(i, refusal())

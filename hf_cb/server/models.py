@@ -26,7 +26,7 @@ class ServedModel:
             raise InvalidArgumentError("name: takes a string that is not empty")
         if (reason := self.engine.unsupported_reason) is not None:
             raise UnsupportedModelError(f"{self.name}: the engine cannot serve this model: {reason}")
-        if unserved := self.engine.served().defaults().unserved:
+        if unserved := self.engine.unserved_options:
             raise UnsupportedModelError(f"{self.name}: its generation_config sets {unserved[0]}, which the server can't follow")
 
     def close(self) -> None:

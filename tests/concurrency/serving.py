@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import inside
 import models
 import torch
 from transformers import PreTrainedModel
@@ -98,7 +99,7 @@ class Gate:
     """
 
     def __init__(self, engine: Engine) -> None:
-        runner = engine._worker.core.runner
+        runner = inside.runner(engine)
         self._execute = runner.execute
         self._changed = threading.Condition()
         self._allowed: float = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import inside
 import pytest
 from serving import SMALL, Gate, rows, submit, submit_long, together, wait_until
 from transformers import PreTrainedModel
@@ -92,7 +93,7 @@ def test_generate_takes_a_timeout_priority_and_tenant(llama: PreTrainedModel) ->
             assert tuple(out[0, len(rows()[i].prompt) :].tolist()) == rows()[i].tokens
 
         def let() -> None:
-            wait_until(lambda: len(engine._worker._inbox) + engine.stats().waiting == 3)
+            wait_until(lambda: len(inside.inbox(engine)) + engine.stats().waiting == 3)
             gate.let(float("inf"))
 
         assert together([lambda: ask(0), lambda: ask(1), lambda: ask(2), let]) == [None] * 4

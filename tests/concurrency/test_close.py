@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+import inside
 import pytest
 from serving import SMALL, Gate, ask, long_row, rows, submit, submit_long, tiny_llama, together, wait_until
 from transformers import PreTrainedModel
@@ -115,12 +116,12 @@ def test_running_and_waiting_end_when_it_does_not_drain(llama: PreTrainedModel) 
         gate.arrival()
         closing = threading.Thread(target=engine.shutdown, daemon=True)  # drains, and would for long
         closing.start()
-        wait_until(lambda: engine._worker._closing)
+        wait_until(lambda: inside.closing(engine))
         gate.let(1)
         gate.arrival()
         impatient = threading.Thread(target=engine.shutdown, kwargs={"drain": False}, daemon=True)
         impatient.start()
-        wait_until(lambda: engine._worker._closing == "now")
+        wait_until(lambda: inside.closing(engine) == "now")
         gate.let(1)
         closing.join()
         impatient.join()

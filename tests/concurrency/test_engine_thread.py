@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import pytest
 import torch
 from serving import SMALL, Gate, ask, plain, rows, submit
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.timeout(20)
 def test_every_call_that_would_wait(llama: PreTrainedModel) -> None:
     row = rows()[6]
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        runner = engine._worker.core.runner
+        runner = inside.runner(engine)
         execute, refusals = runner.execute, []
 
         def call_back(output: SchedulerOutput) -> StepResult:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import inside
 import pytest
 import torch
 from serving import LONG, SMALL, Gate, ask, long_row, rows, submit, submit_long, together, wait_until
@@ -50,7 +51,7 @@ def test_a_step_that_fails_once_is_repeated(llama: PreTrainedModel, method: str,
             if method == "execute":
                 raise_once(gate, "_execute", error)
             else:
-                raise_once(engine._worker.core.runner, method, error)
+                raise_once(inside.runner(engine), method, error)
         assert [handle.result().tokens for handle in handles] == [row.tokens for row in rows()[6:10]]
         assert engine.stats().finished == {FinishReason.LENGTH: 4}
 
@@ -129,7 +130,7 @@ def test_every_waiter_has_its_own_exception(llama: PreTrainedModel) -> None:
 
 def test_generate_gets_the_cause(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        raise_once(engine._worker.core.runner, "execute", Boom("it broke"))
+        raise_once(inside.runner(engine), "execute", Boom("it broke"))
         with pytest.raises(RequestFailedError, match="it broke") as caught:
             ask(llama, rows()[0])
         assert isinstance(caught.value.__cause__, Boom)
@@ -138,7 +139,7 @@ def test_generate_gets_the_cause(llama: PreTrainedModel) -> None:
 
 def test_the_rest_of_a_batch_does_not_go_on_for_nobody(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, max_batch_size=1, **SMALL) as engine:
-        raise_once(engine._worker.core.runner, "execute", Boom())
+        raise_once(inside.runner(engine), "execute", Boom())
         with pytest.raises(RequestFailedError) as kept:
             engine.generate_batch([row.prompt for row in rows()[:3]], max_new_tokens=LONG)
         assert kept.tb  # which holds the handles: it is not their being dropped that ends the requests
@@ -149,7 +150,7 @@ def test_the_rest_of_a_batch_does_not_go_on_for_nobody(llama: PreTrainedModel) -
 @pytest.mark.parametrize("do_sample", [True, False])
 def test_one_row_whose_logits_are_not_numbers(llama: PreTrainedModel, do_sample: bool) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        runner = engine._worker.core.runner
+        runner = inside.runner(engine)
         sampled = engine.submit(rows()[4].prompt, max_new_tokens=9, do_sample=do_sample, seed=1)
         gate.arrival()
         greedy = submit(engine, rows()[5])
@@ -244,7 +245,7 @@ def test_an_engine_that_dies_while_others_pause_it(llama: PreTrainedModel) -> No
                 pass
 
         def let() -> None:
-            wait_until(lambda: engine._worker._pauses == 2)
+            wait_until(lambda: inside.num_pauses(engine) == 2)
             gate.let(1)
 
         *ends, _ = together([pause, pause, let])

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import inside
 import models
 import pytest
 import torch
@@ -103,7 +104,7 @@ def everything(
     for one in asked:
         one.failure()
     if replace:
-        engine.serve(build.build(model, hf_cb.CBConfig(**SMALL, overlap=engine._served.core.overlaps), {}))
+        inside.intake(engine).serve(build.build(model, hf_cb.CBConfig(**SMALL, overlap=inside.core(engine).overlaps), {}))
         asked.append(Asked(submit(engine, rows()[1], max_new_tokens=few), rows()[1].tokens[:few]))
 
 
@@ -122,9 +123,9 @@ def check(asked: list[Asked], engine: Engine, fault: BaseException, site: Site) 
     assert all(isinstance(failure, RequestFailedError) for failure in failures)
     assert len(failures) <= 1 or site.file.endswith("core.py")  # of a step, which has many rows
     assert submit(engine, rows()[0]).result(timeout=SOON).tokens == rows()[0].tokens
-    scheduler = engine._worker.core.scheduler
+    scheduler = inside.scheduler(engine)
     scheduler.check()
-    assert scheduler.blocks_used == 0
+    assert scheduler.memory.blocks_used == 0
 
 
 @pytest.mark.usefixtures("served_at_once")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import crowd
+import inside
 import models
 import pytest
 from serving import Gate, ask, plain, rows, submit, together
@@ -79,8 +80,8 @@ def test_no_request_shares_an_id(llama: PreTrainedModel) -> None:
 def test_a_request_that_is_here_already(llama: PreTrainedModel) -> None:
     row = rows()[0]
     with hf_cb.continuous_batching(llama, **POOL) as engine, Gate(engine) as gate:
-        request = engine.make_request(row.prompt, max_new_tokens=len(row.tokens))
-        first, second = engine.submit_all([request, request])
+        request = inside.request(engine, row.prompt, max_new_tokens=len(row.tokens))
+        first, second = inside.intake(engine).submit([request, request])
         with pytest.raises(InvalidArgumentError, match="again"):
             second.result()
         gate.let(float("inf"))

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 
+import inside
 import pytest
 import torch
 from serving import SMALL, Gate, ask, long_row, plain, rows, submit, submit_long, together, wait_until
@@ -39,19 +40,19 @@ def test_it_waits_for_the_step_in_flight(llama: PreTrainedModel) -> None:
         submit_long(engine)
         handle = submit(engine, rows()[0])
         gate.arrival()
-        inside, leave = threading.Event(), threading.Event()
+        entered, leave = threading.Event(), threading.Event()
 
         def pause() -> None:
             with engine.pause():
-                inside.set()
+                entered.set()
                 leave.wait()
 
         thread = threading.Thread(target=pause, daemon=True)
         thread.start()
-        wait_until(lambda: engine._worker._pauses)
-        assert not inside.wait(0.05)
+        wait_until(lambda: inside.num_pauses(engine))
+        assert not entered.wait(0.05)
         gate.let(float("inf"))
-        assert inside.wait(5)
+        assert entered.wait(5)
         steps = engine.stats().steps
         time.sleep(0.05)
         assert engine.stats().steps == steps
@@ -109,17 +110,17 @@ def test_shutdown_inside(llama: PreTrainedModel, drain: bool) -> None:
 
 def test_shutdown_while_another_thread_pauses(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        leave, inside = threading.Event(), threading.Event()
+        leave, entered = threading.Event(), threading.Event()
 
         def pause() -> GenerationHandle:
             with engine.pause():
                 handle = submit(engine, rows()[0])
-                inside.set()
+                entered.set()
                 leave.wait()
                 return handle
 
         def shut_down() -> None:
-            inside.wait()
+            entered.wait()
             engine.shutdown()
             leave.set()
 
@@ -156,7 +157,7 @@ def test_a_pause_that_is_interrupted_does_not_last(llama: PreTrainedModel, monke
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._worker._changed, "wait_for", interrupted)
+            patch.setattr(inside.worker(engine)._changed, "wait_for", interrupted)
             with pytest.raises(KeyboardInterrupt), engine.pause():
                 pass
         assert ask(llama, rows()[1]) == rows()[1].tokens
@@ -165,7 +166,7 @@ def test_a_pause_that_is_interrupted_does_not_last(llama: PreTrainedModel, monke
 @pytest.mark.parametrize("started", [True, False])
 def test_the_kv_memory_is_given_back_inside(llama: PreTrainedModel, started: bool) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        core = engine._worker.core
+        core = inside.core(engine)
         handles = []
         if started:
             handles = [submit(engine, long_row()), submit(engine, rows()[1])]
@@ -188,9 +189,9 @@ def test_a_pause_within_a_pause_gives_the_kv_memory_back(llama: PreTrainedModel)
         handle = submit(engine, long_row())
         wait_until(lambda: handle.tokens)
         with engine.pause():
-            assert not engine._worker.core.cache.is_released
+            assert not inside.cache(engine).is_released
             with engine.pause(release_kv=True):
-                assert engine._worker.core.cache.is_released
+                assert inside.cache(engine).is_released
         assert handle.result().tokens == long_row().tokens
 
 
@@ -203,7 +204,7 @@ def test_kv_memory_that_is_not_to_be_had_again(llama: PreTrainedModel, monkeypat
             def fail(*args: object) -> None:
                 raise cause
 
-            monkeypatch.setattr(engine._worker.core.cache, "restore", fail)
+            monkeypatch.setattr(inside.cache(engine), "restore", fail)
         with pytest.raises(hf_cb.EngineDeadError, match="somebody took it") as caught:
             handle.result()
         assert caught.value.__cause__ is cause

@@ -167,10 +167,10 @@ def test_fork(run: Run) -> None:
 
 
 INTERRUPT = """
-execute = engine._worker.core.runner.execute
-engine._worker.core.runner.execute = lambda output: time.sleep(0.005) or execute(output)  # none ends before its interrupt
-handles, submit_all = [], engine.submit_all
-engine.submit_all = lambda requests: handles.extend(submit_all(requests)) or handles[-len(requests):]
+execute = engine._intake.worker.core.runner.execute
+engine._intake.worker.core.runner.execute = lambda output: time.sleep(0.005) or execute(output)  # none ends too soon
+handles, submit = [], engine._intake.submit
+engine._intake.submit = lambda requests: handles.extend(submit(requests)) or handles[-len(requests):]
 interrupted_at = []
 
 def interrupt(paused):

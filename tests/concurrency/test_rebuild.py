@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import inside
 import pytest
 import torch
 from serving import SMALL, Gate, Row, ask, long_row, plain, rows, submit, submit_long, together, wait_until
@@ -88,7 +89,7 @@ def test_with_calls_in_flight(llama: PreTrainedModel, change: Callable[[PreTrain
         truths = [plain(llama, row.prompt, len(row.tokens)) for row in rows()]
 
         def let() -> None:
-            wait_until(lambda: engine._worker._inbox)  # the rebuilt twin waits for those in flight
+            wait_until(lambda: inside.inbox(engine))  # the rebuilt twin waits for those in flight
             gate.let(float("inf"))
 
         *after, _ = together([*(lambda row=row: ask(llama, row) for row in rows()), let])
@@ -105,7 +106,7 @@ def add_hook(model: PreTrainedModel, result: Callable[[torch.Tensor], torch.Tens
 
 def test_a_change_that_cannot_be_served(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, max_batch_size=2, **SMALL) as engine, Gate(engine) as gate:
-        worker = engine._worker
+        worker = inside.worker(engine)
         before = [submit(engine, row) for row in rows()[:3]]
         gate.let(2)
         gate.arrival()
@@ -115,7 +116,7 @@ def test_a_change_that_cannot_be_served(llama: PreTrainedModel) -> None:
         def let() -> None:
             wait_until(lambda: worker._closing)
             with pytest.raises(hf_cb.UnsupportedModelError, match="hooks"):
-                engine.submit_all([engine.make_request([5])])  # no waiting for those in flight either
+                inside.intake(engine).submit([inside.request(engine, [5])])  # no waiting for those in flight either
             gate.let(float("inf"))
 
         *after, _ = together([*(lambda row=row: ask(llama, row) for row in rows()[:8]), let])
@@ -167,12 +168,12 @@ def test_a_pool_that_shrinks_after_the_check(llama: PreTrainedModel) -> None:
     """A request that no longer fits is refused by itself: it does not take the engine down."""
     with hf_cb.continuous_batching(llama, block_size=4, kv_cache_memory=1 << 16) as engine:
         tokens = engine.config.num_blocks * 4
-        request = engine.make_request([5] * (tokens - 10), max_new_tokens=10)
+        request = inside.request(engine, [5] * (tokens - 10), max_new_tokens=10)
         llama.to(torch.float64)
         truth = plain(llama, rows()[0].prompt, len(rows()[0].tokens))
         assert ask(llama, rows()[0]) == truth
         assert engine.config.num_blocks * 4 < tokens - 10
-        (handle,) = engine.submit_all([request])
+        (handle,) = inside.intake(engine).submit([request])
         with pytest.raises(hf_cb.RequestTooLongError, match="KV cache"):
             handle.result()
         assert ask(llama, rows()[0]) == truth
@@ -181,7 +182,7 @@ def test_a_pool_that_shrinks_after_the_check(llama: PreTrainedModel) -> None:
 def test_it_is_rebuilt_once_for_all(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     init = Scheduler.__init__
-    monkeypatch.setattr(Scheduler, "__init__", lambda self, **options: (made.append(self), init(self, **options))[1])
+    monkeypatch.setattr(Scheduler, "__init__", lambda self, *a, **o: (made.append(self), init(self, *a, **o))[1])
     with hf_cb.continuous_batching(llama, **SMALL):
         for change in CHANGES:
             change(llama)
@@ -199,9 +200,9 @@ def test_cancelled_and_timed_out_behind_the_rebuilding(llama: PreTrainedModel) -
         row = rows()[1]
 
         def end_early() -> None:
-            wait_until(lambda: engine._worker._inbox)
-            requests = [engine.make_request(row.prompt, timeout=timeout) for timeout in (None, 0.01)]
-            cancelled, timed_out = engine.submit_all(requests)
+            wait_until(lambda: inside.inbox(engine))
+            requests = [inside.request(engine, row.prompt, timeout=timeout) for timeout in (None, 0.01)]
+            cancelled, timed_out = inside.intake(engine).submit(requests)
             cancelled.cancel()
             time.sleep(0.01)
             gate.let(1)
@@ -228,7 +229,7 @@ def test_a_change_between_the_check_and_the_submit(llama: PreTrainedModel, monke
         assert together([lambda: ask(llama, rows()[1])]) == [rows()[1].tokens]
 
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        monkeypatch.setattr("hf_cb.engine.release_pool", change)
+        monkeypatch.setattr("hf_cb.intake.release_pool", change)
         assert ask(llama, row, streamer=Streamer(streamed)) == row.tokens
         assert tuple(streamed) == (*row.prompt, *row.tokens)
         assert sum(engine.stats().native_calls.values()) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import inside
 import pytest
 import torch
 from serving import LONG, SMALL, Row, ask, long_row, rows, together, wait_until
@@ -119,7 +120,7 @@ def test_text_iterators_read_in_other_threads(llama: PreTrainedModel) -> None:
 def test_a_failing_request_ends_its_stream(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
         streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True)  # type: ignore[arg-type]
-        runner = engine._worker.core.runner
+        runner = inside.runner(engine)
         execute, steps = runner.execute, iter(range(100))
 
         def fail_at_the_third(output: object) -> object:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import inside
 import pytest
 import torch
 from serving import LONG, SMALL, Gate, ask, long_row, plain, rows, submit, submit_long, wait_until
@@ -72,7 +73,7 @@ def test_whoever_waits_for_tokens(llama: PreTrainedModel) -> None:
             Waiter(handles[0].result),
             Waiter(lambda: list(handles[1])),
         ]
-        wait_until(lambda: engine._worker is not None and len(engine._worker._inbox) == 8)
+        wait_until(lambda: len(inside.inbox(engine)) == 8)
         assert_stopped(waiters)
         gate.let(math.inf)
         assert other.result().tokens == neighbour.tokens
@@ -96,9 +97,9 @@ def test_whoever_waits_for_the_engine(llama: PreTrainedModel) -> None:
         time.sleep(0.1)
         llama.lm_head = torch.nn.Linear(48, llama.config.vocab_size, bias=False)
         waiters += [Waiter(lambda: ask(llama, row)) for _ in range(2)]
-        wait_until(lambda: engine._worker._inbox)  # one has made the new twin, the other waits for it
+        wait_until(lambda: inside.inbox(engine))  # one has made the new twin, the other waits for it
         assert_stopped(waiters)
-        assert not engine._worker._pauses
+        assert not inside.num_pauses(engine)
         gate.let(math.inf)
         assert handle.result().tokens == rows()[7].tokens
         truth = plain(llama, row.prompt, len(row.tokens))
@@ -137,14 +138,14 @@ def test_a_request_that_nobody_was_given(llama: PreTrainedModel, monkeypatch: py
     with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
         neighbour = submit(engine, rows()[7])
         gate.arrival()
-        take_in = engine._worker.submit
+        take_in = inside.worker(engine).submit
 
         def interrupted(queues: Any) -> None:
             take_in(queues)
             raise Stop
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._worker, "submit", interrupted)
+            patch.setattr(inside.worker(engine), "submit", interrupted)
             with pytest.raises(Stop):
                 submit_long(engine)
         gate.let(math.inf)
@@ -164,7 +165,7 @@ def test_whoever_gets_the_lock_at_that_very_moment(llama: PreTrainedModel) -> No
 
     locks_and_callers: list[tuple[Any, Callable[[], Any]]] = [
         (lock, take),
-        (engine._worker._lock, lambda: llama.generate(ids, max_new_tokens=2)),
+        (inside.worker(engine)._lock, lambda: llama.generate(ids, max_new_tokens=2)),
         (vars(llama)["generate"].backend._plain_lock, lambda: llama.generate(ids, max_new_tokens=2, guidance_scale=1.5)),
     ]
     for held, call in locks_and_callers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import inside
 import pytest
 from serving import SMALL, Gate, long_row, rows, submit, submit_long, together, wait_until
 from transformers import PreTrainedModel
@@ -51,7 +52,7 @@ def test_a_request_that_runs_too_long(llama: PreTrainedModel) -> None:
             list(handle)
         assert handle.finish_reason is FinishReason.TIMEOUT
         assert long_row().begins_with(handle.tokens)
-        assert engine.stats().blocks_used == len(row.block_table)
+        assert engine.stats().blocks_used == len(row.memory.block_table)
         gate.let(float("inf"))
         assert neighbour.result().tokens == rows()[7].tokens
         assert engine.stats().finished == {FinishReason.TIMEOUT: 1, FinishReason.LENGTH: 1}
@@ -103,4 +104,4 @@ def test_deadlines_of_requests_that_ended_are_not_kept(llama: PreTrainedModel) -
     with hf_cb.continuous_batching(llama, **SMALL) as engine:
         for _ in range(5):
             engine.generate_batch([[3, 4]] * 60, max_new_tokens=1, timeout=3600)
-        assert len(engine._worker._answers.deadlines._heap) < 100
+        assert len(inside.worker(engine)._answers.deadlines._heap) < 100

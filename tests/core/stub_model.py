@@ -2,7 +2,7 @@
 
 import itertools
 
-from hf_cb.core.output import UNKNOWN, SchedulerOutput, StepResult
+from hf_cb.core.output import UNKNOWN, ScheduledRow, SchedulerOutput, StepResult
 from hf_cb.core.reach import ALL, Reach
 from hf_cb.request import Choice, Request
 
@@ -40,16 +40,17 @@ class StubModel:
     def move(self, output: SchedulerOutput) -> None:
         """Copy the blocks that the output names, before anything is written."""
         size = self.block_size
-        for block, host in output.swap_out:
+        moves = output.moves
+        for block, host in moves.swap_out:
             self._host[host] = [self._slots.get(block * size + i) for i in range(size)]
-        for host, block in output.swap_in:
+        for host, block in moves.swap_in:
             for i, value in enumerate(self._host.pop(host)):
                 self._slots.pop(block * size + i, None)
                 if value is not None:
                     self._slots[block * size + i] = value
-        assert len({copy for _, copy in output.copies}) == len(output.copies)
+        assert len({copy for _, copy in moves.copies}) == len(moves.copies)
         before = dict(self._slots)
-        for block, copy in output.copies:
+        for block, copy in moves.copies:
             for i in range(size):
                 self._slots.pop(copy * size + i, None)
                 if block * size + i in before:
@@ -60,26 +61,39 @@ class StubModel:
 
         `latest`: what the step before gave, where this one has UNKNOWN tokens.
         """
-        tokens: dict[int, int] = {}
+        tokens: dict[int, tuple[int, ...]] = {}
         for row in output.rows:
             for position, token in enumerate(row.token_ids, row.start):
-                token = latest.tokens[row.request_id] if token == UNKNOWN else token
-                before = _SEED if position == 0 else self._slots[self._slot(row.block_table, position - 1)]
+                token = latest.tokens[row.request_id][-1] if token == UNKNOWN else token
+                before = _SEED if position == 0 else self._slots[self._slot(row.memory.block_table, position - 1)]
                 for group in range(len(self.reaches)):
-                    self._slots[self._slot(row.block_table, position, group)] = _absorb(before, token)
-            if row.samples and not fails:
-                end = row.start + len(row.token_ids)
-                seen = [
-                    [self._slots[self._slot(row.block_table, p, g)] for p in range(reach.first(end - 1), end)]
-                    for g, reach in enumerate(self.reaches)
-                ]
-                last = _mix(seen)
+                    self._slots[self._slot(row.memory.block_table, position, group)] = _absorb(before, token)
+            if row.num_logits and not fails:
+                last, end = self._seen(row, row.end), row.end
                 search = self._searches.get(row.request_id)
                 if search is None:
-                    tokens[row.request_id] = _next_token(last, self.vocab_size)
+                    tokens[row.request_id] = self._sampled(row)
                 elif end == len(search.prompt) + search.search.num_chosen:
                     self._states.setdefault(row.request_id, {})[row.beam] = last
         return StepResult(tokens, choices=self._choices({row.request_id for row in output.rows}))
+
+    def _seen(self, row: ScheduledRow, end: int) -> int:
+        """What position `end - 1` sees."""
+        return _mix(
+            [
+                [self._slots[self._slot(row.memory.block_table, p, g)] for p in range(reach.first(end - 1), end)]
+                for g, reach in enumerate(self.reaches)
+            ]
+        )
+
+    def _sampled(self, row: ScheduledRow) -> tuple[int, ...]:
+        """What comes next, and after each draft that is right."""
+        tokens = [_next_token(self._seen(row, row.end), self.vocab_size)]
+        for i, draft in enumerate(row.drafts, 1):
+            if draft != tokens[-1]:
+                break
+            tokens.append(_next_token(self._seen(row, row.end + i), self.vocab_size))
+        return tuple(tokens)
 
     def _choices(self, request_ids: set[int]) -> dict[int, Choice]:
         choices = {}

@@ -27,11 +27,10 @@ def test_abort_of_a_running_sequence_frees_its_blocks():
     scheduler.add(request)
     output = scheduler.schedule()
     scheduler.update(output, model.step(output))
-    assert (scheduler.blocks_used, scheduler.tokens_stored) == (3, 9)
+    assert (scheduler.memory.blocks_used, scheduler.memory.tokens_stored) == (3, 9)
     assert scheduler.abort(request.request_id, FinishReason.TIMEOUT)
-    assert (scheduler.blocks_used, scheduler.tokens_stored, scheduler.has_work) == (0, 0, False)
-    with pytest.raises(KeyError):
-        scheduler.tokens_of(request.request_id)
+    assert (scheduler.memory.blocks_used, scheduler.memory.tokens_stored, scheduler.has_work) == (0, 0, False)
+    assert not scheduler.abort(request.request_id, FinishReason.TIMEOUT)
     scheduler.check()
 
 
@@ -80,8 +79,8 @@ def test_a_row_with_an_error_ends_alone():
     result = model.step(output)
     del result.tokens[bad.request_id]
     emissions = scheduler.update(output, StepResult(result.tokens, {bad.request_id: error}))
-    assert emissions[0] == Emission(bad.request_id, None, FinishReason.FAILED, error)
-    assert emissions[1] == Emission(good.request_id, output_alone(good)[0], None)
+    assert emissions[0] == Emission(bad.request_id, (), FinishReason.FAILED, error)
+    assert emissions[1] == Emission(good.request_id, (output_alone(good)[0],), None)
     scheduler.check()
     assert scheduler.num_running == 1
 
@@ -92,7 +91,7 @@ def test_a_step_that_failed_is_repeated_without_the_offender():
     for request in requests:
         scheduler.add(request)
     failed = scheduler.schedule()
-    assert scheduler.tokens_stored == 0
+    assert scheduler.memory.tokens_stored == 0
     assert scheduler.schedule() == failed
     scheduler.abort(requests[0].request_id, FinishReason.FAILED)
     again = scheduler.schedule()

@@ -16,7 +16,7 @@ def serve(scheduler: Scheduler, model: StubModel, request: Request) -> list[int]
         model.move(output)
         for emission in scheduler.update(output, model.step(output)):
             if emission.request_id == request.request_id:
-                tokens += emission.best or [emission.token]
+                tokens += emission.best or emission.tokens
         scheduler.check()
     return tokens
 
@@ -34,7 +34,7 @@ def test_a_fork_computes_one_token_and_copies_one_block():
         (fork.request_id, 6, 1),
     ]
     assert output.cached == ((fork.request_id, 6),)
-    (block, copy), one, two = output.copies[0], output.rows[0].block_table, output.rows[1].block_table
+    (block, copy), one, two = output.moves.copies[0], output.rows[0].memory.block_table, output.rows[1].memory.block_table
     assert (one[0], one[1], block, copy) == (two[0], block, one[1], two[1])
     model.move(output)
     scheduler.update(output, model.step(output))
@@ -68,10 +68,10 @@ def test_a_fork_of_a_fork_in_one_step():
     scheduler.add(forks_fork)
     output = scheduler.schedule()
     assert len(output.rows) == 3
-    assert {block for block, _ in output.copies} == {output.rows[0].block_table[1]}
+    assert {block for block, _ in output.moves.copies} == {output.rows[0].memory.block_table[1]}
     model.move(output)
     for emission in scheduler.update(output, model.step(output)):
-        assert emission.token == output_alone(first)[0]
+        assert emission.tokens == (output_alone(first)[0],)
 
 
 def test_beams_hold_the_prompt_once_and_a_preempted_search_is_folded():
@@ -84,15 +84,15 @@ def test_beams_hold_the_prompt_once_and_a_preempted_search_is_folded():
         model.move(output)
         scheduler.update(output, model.step(output))
     assert scheduler.num_running == 3
-    assert 5 < scheduler.blocks_used <= 5 + 3  # with the prompt's last token and what follows, one each at the most
+    assert 5 < scheduler.memory.blocks_used <= 5 + 3  # with the prompt's last token and what follows, one each at the most
     rows = [tuple(beam.tokens) for beam in scheduler._sequences[request.request_id].beams]
     scheduler.preempt_all()
-    assert (scheduler.num_running, scheduler.blocks_used, scheduler.num_waiting) == (0, 0, 1)
+    assert (scheduler.num_running, scheduler.memory.blocks_used, scheduler.num_waiting) == (0, 0, 1)
     trunk = scheduler._sequences[request.request_id]
     assert [(*trunk.tokens, *tail) for tail in trunk.tails] == rows
     assert len(trunk.tokens) >= 21
     output = scheduler.schedule()  # the trunk alone, and nothing is chosen from it
-    assert [(len(row.token_ids), row.samples) for row in output.rows] == [(len(trunk.tokens), False)]
+    assert [(len(row.token_ids), row.num_logits) for row in output.rows] == [(len(trunk.tokens), 0)]
     scheduler.update(output, model.step(output))
     assert tuple(serve(scheduler, model, request)) == search_alone(request, 3, 9)
 
@@ -107,10 +107,10 @@ def test_layers_that_look_back_only_so_far_give_blocks_back():
     for _ in range(6):
         output = scheduler.schedule()
         scheduler.update(output, model.step(output))
-        used.append(scheduler.blocks_used)
+        used.append(scheduler.memory.blocks_used)
     # After 8, 16, .. 40 tokens: all of them; what the next token can see by the window; what is left of its chunk.
     assert used == [2 + 2 + 0, 4 + 2 + 0, 6 + 2 + 0, 8 + 2 + 0, 10 + 2 + 0, 11 + 2 + 1]
-    assert scheduler.tokens_stored == 41 + (41 - 36) + (41 - 40)
+    assert scheduler.memory.tokens_stored == 41 + (41 - 36) + (41 - 40)
     again = Request((*request.prompt, 7), 3)  # what was given back is still found, until somebody needs the room
     scheduler.add(again)
     output = scheduler.schedule()

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.kv_manager import KVManager
+from hf_cb.core.output import NO_MOVES
 from hf_cb.core.sequence import Sequence
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
 from hf_cb.request import Request, Service
@@ -17,17 +18,17 @@ def _sequence(num_tokens: int = 1) -> Sequence:
 
 
 def table(kv: KVManager, seq: Sequence, num_tokens: int) -> tuple[int, ...]:
-    assert kv.reserve(seq, num_tokens) == ()  # nothing of it is anybody else's
-    return seq.block_table
+    assert kv.reserve(seq, num_tokens) == NO_MOVES  # nothing of it is anybody else's
+    return seq.held.block_table
 
 
 def test_a_table_grows_by_whole_blocks_and_only_when_it_must():
     kv, seq = KVManager(BlockPool(4), block_size=2), _sequence()
-    assert table(kv, seq, 1) == table(kv, seq, 2) == seq.block_table
-    head = seq.block_table
+    assert table(kv, seq, 1) == table(kv, seq, 2) == seq.held.block_table
+    head = seq.held.block_table
     assert len(head) == 1
     assert len(table(kv, seq, 5)) == 3
-    assert seq.block_table[:1] == head  # what is written stays where it is
+    assert seq.held.block_table[:1] == head  # what is written stays where it is
     assert len(table(kv, seq, 1)) == 3  # never shrinks
     assert kv.blocks_used == 3
     kv.check()
@@ -37,10 +38,10 @@ def test_not_now_is_none_and_changes_nothing_and_never_is_an_error():
     kv, one, two = KVManager(BlockPool(2), block_size=2), _sequence(), _sequence()
     kv.reserve(one, 2)
     kv.reserve(two, 1)
-    before = two.block_table
+    before = two.held.block_table
     assert not kv.can_reserve(two, 3)
     assert kv.reserve(two, 3) is None
-    assert two.block_table == before
+    assert two.held.block_table == before
     with pytest.raises(RequestTooLongError, match=r"^num_tokens: 5 do not fit the KV cache, which holds 4$"):
         kv.reserve(two, 5)
     kv.release(one)
@@ -55,7 +56,7 @@ def test_released_sequences_start_anew():
     seq.num_computed_tokens = 3
     assert (kv.blocks_used, kv.tokens_stored) == (2, 3)
     kv.release(seq)
-    assert (kv.blocks_used, kv.tokens_stored, seq.num_computed_tokens, seq.block_table) == (0, 0, 0, ())
+    assert (kv.blocks_used, kv.tokens_stored, seq.num_computed_tokens, seq.held.block_table) == (0, 0, 0, ())
     kv.release(seq)  # one that holds nothing has nothing to give back
     kv.check()
 
@@ -66,11 +67,11 @@ def test_block_size_is_checked():
 
 
 def _share_a_block(one, two):
-    two.block_table = one.block_table
+    two.held.block_table = one.held.block_table
 
 
 def _lose_a_block(one, two):
-    one.block_table = one.block_table[:1]
+    one.held.block_table = one.held.block_table[:1]
 
 
 def _compute_too_much(one, two):
@@ -102,16 +103,16 @@ class KVMachine(RuleBasedStateMachine):
             with pytest.raises(RequestTooLongError):
                 self.kv.reserve(seq, num_tokens)
             return
-        before, can = seq.block_table, self.kv.can_reserve(seq, num_tokens)
+        before, can = seq.held.block_table, self.kv.can_reserve(seq, num_tokens)
         used = self.kv.blocks_used
-        copies = self.kv.reserve(seq, num_tokens)
-        assert copies == (() if can else None)
-        if copies is None:
-            assert seq.block_table == before
+        moves = self.kv.reserve(seq, num_tokens)
+        assert moves == (NO_MOVES if can else None)
+        if moves is None:
+            assert seq.held.block_table == before
             assert self.kv.blocks_used == used
         else:
-            assert len(seq.block_table) == max(len(before), -(-num_tokens // self.block_size))
-            assert seq.block_table[: len(before)] == before
+            assert len(seq.held.block_table) == max(len(before), -(-num_tokens // self.block_size))
+            assert seq.held.block_table[: len(before)] == before
             seq.num_computed_tokens = num_tokens
 
     @rule(which=st.integers(0, 3))
@@ -123,7 +124,7 @@ class KVMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         self.kv.check()
-        held = [block for seq in self.sequences for block in seq.block_table]
+        held = [block for seq in self.sequences for block in seq.held.block_table]
         assert len(held) == len(set(held)) == self.kv.blocks_used  # disjoint
         assert self.kv.tokens_stored == sum(seq.num_computed_tokens for seq in self.sequences)
 
@@ -160,7 +161,7 @@ class SharingMachine(RuleBasedStateMachine):
         if seq.num_tokens > self.num_blocks * self.block_size or not self.kv.can_reserve(seq, seq.num_tokens, start):
             return
         self.kv.adopt(seq, start)
-        assert self.kv.reserve(seq, seq.num_tokens) == ()
+        assert self.kv.reserve(seq, seq.num_tokens) == NO_MOVES
         self.held.append(seq)
 
     @precondition(lambda self: self.held)
@@ -172,9 +173,9 @@ class SharingMachine(RuleBasedStateMachine):
         start = self.kv.find_start(seq, sibling)
         if start is None or not self.kv.can_reserve(seq, seq.num_tokens, start):
             return
-        assert sibling.num_published is None or start.num_tokens == seq.num_tokens - 1
+        assert sibling.held.num_published is None or start.num_tokens == seq.num_tokens - 1
         self.kv.adopt(seq, start)
-        self._copy(seq, self.kv.reserve(seq, seq.num_tokens))
+        self._copy(seq, self.kv.reserve(seq, seq.num_tokens).copies)
         self.held.append(seq)
 
     @precondition(lambda self: self.held)
@@ -189,8 +190,8 @@ class SharingMachine(RuleBasedStateMachine):
 
     def _copy(self, seq, copies):
         for block, copy in copies:
-            assert copy in seq.block_table
-            assert block not in seq.block_table
+            assert copy in seq.held.block_table
+            assert block not in seq.held.block_table
             age, salt, tokens = self.blocks[block]
             self.blocks[copy] = (age, salt, tokens[: seq.num_computed_tokens])
 
@@ -202,14 +203,14 @@ class SharingMachine(RuleBasedStateMachine):
         if end > self.num_blocks * self.block_size:
             return
         can = self.kv.can_reserve(seq, end)
-        copies = self.kv.reserve(seq, end)
-        if copies is None:
+        moves = self.kv.reserve(seq, end)
+        if moves is None:
             return
-        assert can or copies
-        self._copy(seq, copies)
+        assert can or moves.copies
+        self._copy(seq, moves.copies)
         for i in range(start // self.block_size, -(-end // self.block_size)):
-            block = seq.block_table[i]
-            assert sum(block in other.block_table for other in self.held) == 1  # what is written to is its own
+            block = seq.held.block_table[i]
+            assert sum(block in other.held.block_table for other in self.held) == 1  # what is written to is its own
             of = seq.tokens[: min(end, (i + 1) * self.block_size)]
             before = self.blocks.get(block, (None,))[0] if i * self.block_size < start else None
             age = self.age if before is None else before
@@ -220,7 +221,7 @@ class SharingMachine(RuleBasedStateMachine):
             seq.tokens.append(then)
 
     def _is_pure(self, seq, i):
-        return all(self.blocks[block][0] == self.age for block in seq.block_table[:i])
+        return all(self.blocks[block][0] == self.age for block in seq.held.block_table[:i])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -233,12 +234,12 @@ class SharingMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def move_out(self, data):
         seq = data.draw(st.sampled_from(self.held))
-        if self.kv.num_host_blocks_for(seq) is None:
+        if self.kv.cost_of_move(seq) is None:
             return
         num_tokens = seq.num_computed_tokens
-        for block, host in self.kv.move_out(seq):
+        for block, host in self.kv.move_out(seq).swap_out:
             self.host[host] = self.blocks[block]
-        assert (seq.num_swapped_tokens, seq.num_computed_tokens, seq.block_table) == (num_tokens, 0, ())
+        assert (seq.held.num_swapped_tokens, seq.num_computed_tokens, seq.held.block_table) == (num_tokens, 0, ())
         self.held.remove(seq)
         self.moved.append(seq)
 
@@ -246,7 +247,7 @@ class SharingMachine(RuleBasedStateMachine):
     @rule(data=st.data(), back=st.booleans())
     def move_in_or_end(self, data, back):
         seq = data.draw(st.sampled_from(self.moved))
-        if back and not self.kv.can_reserve(seq, seq.num_swapped_tokens):
+        if back and not self.kv.can_reserve(seq, seq.held.num_swapped_tokens):
             return
         self.moved.remove(seq)
         if not back:
@@ -267,10 +268,10 @@ class SharingMachine(RuleBasedStateMachine):
             return
         self.kv.check()
         for seq in self.held:
-            for i, block in enumerate(seq.block_table[: -(-seq.num_computed_tokens // self.block_size)]):
+            for i, block in enumerate(seq.held.block_table[: -(-seq.num_computed_tokens // self.block_size)]):
                 known = min(seq.num_computed_tokens, (i + 1) * self.block_size)
                 assert self.blocks[block][1:] == (seq.request.service.cache_salt, tuple(seq.tokens[:known]))
-        assert self.kv.blocks_used == len({block for seq in self.held for block in seq.block_table})
+        assert self.kv.blocks_used == len({block for seq in self.held for block in seq.held.block_table})
 
     def teardown(self):
         if hasattr(self, "kv"):

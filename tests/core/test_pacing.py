@@ -35,7 +35,7 @@ def times(scheduler: Scheduler, num_decoding: int, prompt: int) -> tuple[list[fl
             took.append(seconds(output))
             chunks.append(output.num_scheduled_tokens - num_decoding)
         for emission in scheduler.update(output, model.step(output)):
-            outputs[emission.request_id].append(emission.token)
+            outputs[emission.request_id].extend(emission.tokens)
     assert outputs == {request.request_id: output_alone(request) for request in (*decoding, *prompts)}
     return took, chunks
 

@@ -30,7 +30,7 @@ def serve(scheduler: Scheduler, model: StubModel, *requests: Request) -> tuple[i
         output = scheduler.schedule()
         computed += output.num_scheduled_tokens
         for emission in scheduler.update(output, model.step(output)):
-            outputs[emission.request_id].append(emission.token)
+            outputs[emission.request_id].extend(emission.tokens)
         scheduler.check()
     assert list(outputs.values()) == [output_alone(request) for request in requests]
     return computed, list(outputs.values())

@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from scheduling import make_request, make_scheduler, run
+from scheduling import make_request, make_scheduler, run, tokens_of
 from stub_model import StubModel, output_alone
 
 from hf_cb.core.policy import Policy
@@ -23,9 +23,9 @@ def test_a_prompt_runs_in_one_step_and_then_token_by_token():
     while scheduler.has_work:
         output = scheduler.schedule()
         (row,) = output.rows
-        assert (row.request_id, row.samples) == (request.request_id, True)
-        assert row.token_ids == scheduler.tokens_of(request.request_id)[row.start :]
-        assert len(row.block_table) == -(-(row.start + len(row.token_ids)) // 4)
+        assert (row.request_id, row.num_logits) == (request.request_id, 1)
+        assert row.token_ids == tokens_of(scheduler, request.request_id)[row.start :]
+        assert len(row.memory.block_table) == -(-(row.start + len(row.token_ids)) // 4)
         shapes.append((row.start, len(row.token_ids)))
         scheduler.update(output, model.step(output))
     assert shapes == [(0, 6), (6, 1), (7, 1)]
@@ -38,8 +38,8 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_at_its_end_only():
     while scheduler.has_work:
         output = scheduler.schedule()
         emissions = scheduler.update(output, model.step(output))
-        seen.append((*_lens(output), output.rows[0].samples, len(emissions)))
-    assert seen == [((0, 4), False, 0), ((4, 4), False, 0), ((8, 2), True, 1), ((10, 1), True, 1)]
+        seen.append((*_lens(output), output.rows[0].num_logits, len(emissions)))
+    assert seen == [((0, 4), 0, 0), ((4, 4), 0, 0), ((8, 2), 1, 1), ((10, 1), 1, 1)]
 
 
 def test_running_sequences_come_before_admission_and_all_share_the_budget():
@@ -156,16 +156,16 @@ def test_the_latest_arrival_is_preempted_keeps_its_tokens_and_resumes():
     history = []
     outputs: dict[int, list[int]] = {first.request_id: [], second.request_id: []}
     while scheduler.has_work:
-        before = scheduler.tokens_of(second.request_id)
+        before = tokens_of(scheduler, second.request_id)
         output = scheduler.schedule()
         if output.preempted:
             assert output.preempted == (second.request_id,)
             assert [row.request_id for row in output.rows] == [first.request_id]  # and nobody is admitted
-            assert scheduler.tokens_of(second.request_id) == before
+            assert tokens_of(scheduler, second.request_id) == before
             assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions) == (1, 1, 1)
         history.append(_lens(output))
         for emission in scheduler.update(output, model.step(output)):
-            outputs[emission.request_id].append(emission.token)
+            outputs[emission.request_id].extend(emission.tokens)
         scheduler.check()
     assert scheduler.num_preemptions == 1
     # After step 2 both hold 8 tokens in 2 blocks; the second comes back when the first has ended, 2 tokens on.
@@ -226,7 +226,7 @@ def test_a_victim_that_had_its_tokens_in_this_step_loses_them():
         if output.preempted:
             preempted.append((output.preempted, [row.request_id for row in output.rows], output.num_scheduled_tokens))
         for emission in scheduler.update(output, model.step(output)):
-            tokens[emission.request_id].append(emission.token)
+            tokens[emission.request_id].extend(emission.tokens)
         scheduler.check()
         if len(tokens[first.request_id]) == 1:
             scheduler.add(second)
@@ -250,7 +250,7 @@ def _lose_a_waiting_sequence(scheduler):
 
 
 def _let_a_waiting_sequence_hold_blocks(scheduler):
-    scheduler._kv.reserve(scheduler._policy.next_waiting(), 1)
+    scheduler.memory.reserve(scheduler._policy.next_waiting(), 1)
 
 
 @pytest.mark.parametrize("damage", [_lose_a_running_sequence, _lose_a_waiting_sequence, _let_a_waiting_sequence_hold_blocks])
@@ -281,7 +281,7 @@ def test_5000_requests_go_through_in_order_and_each_as_if_it_were_alone():
     while scheduler.has_work:
         output = scheduler.schedule()
         for emission in scheduler.update(output, model.step(output)):
-            tokens.setdefault(emission.request_id, []).append(emission.token)
+            tokens.setdefault(emission.request_id, []).extend(emission.tokens)
     scheduler.check()
     assert scheduler.num_preemptions > 0
     assert list(tokens) == [request.request_id for request in requests]  # first tokens in the order of arrival

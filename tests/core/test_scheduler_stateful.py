@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduling import make_scheduler, tokens_of
 from stub_model import StubModel, StubSearch, output_alone, search_alone
 
 from hf_cb.core.fair import Fair
@@ -13,7 +14,6 @@ from hf_cb.core.output import ScheduledRow, SchedulerOutput, StepResult
 from hf_cb.core.policy import FCFS
 from hf_cb.core.priority import Priority
 from hf_cb.core.reach import ALL, Reach
-from hf_cb.core.scheduler import Scheduler
 from hf_cb.errors import RequestTooLongError
 from hf_cb.request import FinishReason, Request, Service
 
@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.integers(0, 6),
         target_itl=st.sampled_from([None, 0.01]),
         reaches=st.sampled_from(REACHES),
+        drafts=st.booleans(),
     )
     def make(
         self,
@@ -64,12 +65,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks,
         target_itl,
         reaches,
+        drafts,
     ):
         self.reaches, self.paced = reaches, target_itl is not None
         num_blocks *= len(reaches)
         self.fcfs = policy is FCFS and not self.paced
         self.max_batch_tokens, self.max_batch_size, self.block_size = max_batch_tokens, max_batch_size, block_size
-        self.scheduler = Scheduler(
+        self.scheduler = make_scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
             max_batch_tokens=max_batch_tokens,
@@ -79,8 +81,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks,
             target_itl=target_itl,
             reaches=reaches,
+            draft=self._draft if drafts else None,
         )
-        self.num_slots = self.scheduler._kv.tables.num_slots
+        self.num_slots = self.scheduler.memory.tables.num_slots
         if None not in (reach.span for reach in reaches):
             self.num_slots = min(self.num_slots, 40)
         else:
@@ -127,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_a_search(self, prompt, width, max_new_tokens, num_steps):
         search = StubSearch(width, min(num_steps, max_new_tokens))
         request = Request(tuple(prompt), max_new_tokens, search=search)
-        kv, slots = self.scheduler._kv.tables, len(prompt) + max_new_tokens - 1
+        kv, slots = self.scheduler.memory.tables, len(prompt) + max_new_tokens - 1
         if width <= self.max_batch_size and kv.num_needed(len(prompt), slots, width) <= kv.num_blocks:
             self._add(request)
         else:
@@ -153,7 +156,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def steps_ahead(self, steps, data):
         """Each is scheduled while the one before it is underway."""
         for _ in range(steps):
-            output = self._schedule(ahead=True)
+            has_drafts = self.flight is not None and any(row.num_logits > 1 for row in self.flight[0].rows)
+            output = self._schedule(ahead=not has_drafts)
             result = self.model.step(output, latest=None if self.flight is None else self.flight[1])
             self.scheduler.advance(output)
             self.scheduler.check()
@@ -163,6 +167,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if flight is not None:
                 self._settle(*flight)
             self.is_sound()
+
+    def _draft(self, seq, room):
+        """Guesses of which some are wrong, in more and fewer places."""
+        request, done = seq.request, seq.num_tokens - len(seq.request.prompt)
+        coming = output_alone(request, reaches=self.reaches)[done : done + min(room, seq.num_tokens % 4)]
+        return tuple(token ^ (seq.num_tokens % 7 == i) for i, token in enumerate(coming))
 
     def _land(self):
         if self.flight is not None:
@@ -200,7 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def give_the_memory_back(self):
         self._land()
         self.scheduler.preempt_all()
-        assert self.scheduler.blocks_used == self.scheduler.num_running == 0
+        assert self.scheduler.memory.blocks_used == self.scheduler.num_running == 0
 
     @rule()
     def forget_prefixes(self):
@@ -229,7 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.has_work == bool(self.live)
         for request_id, (request, output) in self.live.items():
             if request.search is None:
-                assert scheduler.tokens_of(request_id) == (*request.prompt, *output)
+                assert tokens_of(scheduler, request_id) == (*request.prompt, *output)
                 continue
             if self.flight is not None and request_id in self.flight[1].choices:
                 continue  # its choice is made, and not taken in
@@ -237,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             rows = [(*seq.tokens, *tail) for tail in seq.tails] or [tuple(beam.tokens) for beam in seq.members]
             assert rows == [(*request.prompt, *row) for row in request.search.rows]
         if not self.live:
-            assert scheduler.blocks_used == scheduler.tokens_stored == 0
+            assert scheduler.memory.blocks_used == scheduler.memory.tokens_stored == 0
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -256,15 +266,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._land()
         output = self.scheduler.schedule()
         self.model.move(output)
-        assert not (output.swap_in and output.swap_out)
+        assert not (output.moves.swap_in and output.moves.swap_out)
         if self.flight is None:
             assert bool(output.rows) == bool(self.live)
         assert output.num_scheduled_tokens == sum(len(row.token_ids) for row in output.rows) <= self.max_batch_tokens
         assert len(output.rows) <= self.scheduler.num_running <= self.max_batch_size
         assert not {row.request_id for row in output.rows} & set(output.preempted)
-        held = Counter(block for row in output.rows for block in row.block_table)
+        held = Counter(block for row in output.rows for block in row.memory.block_table)
         for row in output.rows:  # what a row writes to is its own, and computed tokens are never written again
-            written = row.block_table[row.start // self.block_size * len(self.reaches) :]
+            written = row.memory.block_table[row.start // self.block_size * len(self.reaches) :]
             assert all(held[block] == 1 for block in written)
         for row in output.rows:
             self._check_row(row)
@@ -272,34 +282,33 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_row(self, row: ScheduledRow) -> None:
         seq = self.scheduler._sequences[row.request_id].members[row.beam]
-        end = row.start + len(row.token_ids)
-        assert row.token_ids == tuple(seq.tokens[row.start : end]) != ()
-        assert row.samples == (end == len(seq.tokens) and not seq.tails)
-        assert len(row.block_table) // len(self.reaches) * self.block_size >= end
+        assert row.token_ids[: row.end - row.start] == tuple(seq.tokens[row.start : row.end]) != ()
+        assert bool(row.num_logits) == (row.end == len(seq.tokens) and not seq.tails)
+        assert len(row.memory.block_table) // len(self.reaches) * self.block_size >= row.start + len(row.token_ids)
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> None:
         self.scheduler.advance(output)
         self._settle(output, result)
 
     def _settle(self, output: SchedulerOutput, result: StepResult) -> None:
-        for request_id, token, reason, error, _, best in self.scheduler.settle(output, result):
+        for request_id, new, reason, error, _, best in self.scheduler.settle(output, result):
             request, tokens = self.live[request_id]
             if best is not None:
                 assert best == search_alone(request, request.width, request.search.num_steps, self.reaches)
                 del self.live[request_id]
                 continue
             if error is not None:
-                assert (token, reason) == (None, FinishReason.FAILED)
+                assert (new, reason) == ((), FinishReason.FAILED)
                 del self.live[request_id]
                 continue
             if not tokens:
                 self.started.append(request_id)
-            tokens.append(token)
+            tokens += new
             expected = output_alone(request, reaches=self.reaches)
             assert tokens == expected[: len(tokens)]
             assert (reason is not None) == (tokens == expected)
             if reason is not None:
-                assert (reason is FinishReason.STOP) == (token in request.eos_token_ids)
+                assert (reason is FinishReason.STOP) == (new[-1] in request.eos_token_ids)
                 del self.live[request_id]
 
     def _abort(self, request_id: int) -> None:

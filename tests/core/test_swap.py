@@ -18,10 +18,10 @@ def serve(scheduler: Scheduler, requests: list[Request]) -> tuple[int, int]:
     while scheduler.has_work:
         output = scheduler.schedule()
         model.move(output)
-        copied += len(output.swap_out) + len(output.swap_in)
+        copied += len(output.moves.swap_out) + len(output.moves.swap_in)
         computed += output.num_scheduled_tokens
         for emission in scheduler.update(output, model.step(output)):
-            outputs[emission.request_id].append(emission.token)
+            outputs[emission.request_id].extend(emission.tokens)
         scheduler.check()
     assert outputs == {request.request_id: output_alone(request) for request in requests}
     return computed, copied
@@ -86,7 +86,7 @@ def test_one_that_ends_while_it_waits_there_gives_the_room_back(end):
         scheduler.add(request)
     while not (output := scheduler.schedule()).preempted:
         scheduler.update(output, model.step(output))
-    assert output.swap_out
+    assert output.moves.swap_out
     scheduler.check()
     scheduler.abort(second.request_id, end)
     scheduler.check()
@@ -103,7 +103,7 @@ def test_one_that_computed_by_an_older_model_publishes_nothing_when_it_is_back()
     while scheduler.has_work:
         output = scheduler.schedule()
         model.move(output)
-        if output.swap_out:
+        if output.moves.swap_out:
             scheduler.forget_prefixes()
         scheduler.update(output, model.step(output))
     later = Request((*second.prompt, *output_alone(second)), 1)

@@ -9,6 +9,7 @@ from typing import Any
 import crowd
 import emulators
 import graph_emulator
+import inside
 import models
 import pytest
 import torch
@@ -114,11 +115,11 @@ def test_windows_in_groups_of_layers(device: Device) -> None:
     )
     want = plain(model)
     with hf_cb.continuous_batching(model, **options()) as engine:
-        assert len(engine._served.core.cache.layout.groups) > 1
+        assert len(inside.core(engine).cache.layout.groups) > 1
         for _ in range(2):
             assert ask_all(engine, model) == want
         assert engine.stats().graphs > 2
-        cache = engine._served.core.cache
+        cache = inside.core(engine).cache
         for part in (part for pair in cache.tensors for part in pair):
             assert not part[cache.num_blocks].any(), "rows that only fill up write elsewhere"
             assert part[cache.scratch_block, 0].any()

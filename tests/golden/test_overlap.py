@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import crowd
+import inside
 import models
 import pytest
 import torch
@@ -32,7 +33,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 def counted(engine: hf_cb.Engine) -> list[Launched]:
     """All steps that are launched with tokens that are not known yet."""
-    runner, ahead = engine._worker.core.runner, []
+    runner, ahead = inside.runner(engine), []
     launch = runner.launch
 
     def count(output: SchedulerOutput, before: Launched | None = None) -> Launched:
@@ -65,9 +66,9 @@ def test_same_tokens(name: str, situation: str) -> None:
             ]
         assert [list(handle.result().tokens) for handle in handles] == wanted
         assert ahead
-        scheduler = engine._worker.core.scheduler
+        scheduler = inside.scheduler(engine)
         scheduler.check()
-        assert scheduler.blocks_used == 0
+        assert scheduler.memory.blocks_used == 0
         # Alone, with what the others have left in the prefix cache.
         for row in truth.rows(name):
             assert list(engine.submit(row.prompt[0], max_new_tokens=len(row.tokens)).result().tokens) == row.tokens
@@ -123,7 +124,7 @@ def test_calls_of_all_kinds_together() -> None:
 def test_a_launch_that_fails_is_tried_again_when_its_turn_comes() -> None:
     model, rows = truth.model("llama"), truth.rows("llama")
     with hf_cb.continuous_batching(model, **SMALL) as engine:
-        runner = engine._worker.core.runner
+        runner = inside.runner(engine)
         launch, failures = runner.launch, [torch.OutOfMemoryError("no memory")] * 3
 
         def fail_ahead(output: SchedulerOutput, before: Launched | None = None) -> Launched:
@@ -142,7 +143,7 @@ def test_a_launch_that_fails_is_tried_again_when_its_turn_comes() -> None:
 def test_only_the_offender_of_a_step_fails() -> None:
     model, rows = truth.model("llama"), truth.rows("llama")
     with hf_cb.continuous_batching(model, **SMALL) as engine:
-        runner = engine._worker.core.runner
+        runner = inside.runner(engine)
         launch = runner.launch
 
         def fail_with_it(output: SchedulerOutput, before: Launched | None = None) -> Launched:
@@ -164,7 +165,7 @@ def test_only_the_offender_of_a_step_fails() -> None:
 def test_a_row_of_nan_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = truth.model("llama"), truth.rows("llama")[:4]
     with hf_cb.continuous_batching(model, **SMALL) as engine:
-        runner = engine._worker.core.runner
+        runner = inside.runner(engine)
         forward = runner.forward
 
         def poisoned(batch: Any) -> torch.Tensor:
@@ -189,7 +190,7 @@ def test_pauses_and_released_memory() -> None:
         for release_kv in (False, True, False):
             next(iter(handles[5]))
             with engine.pause(release_kv=release_kv):
-                core = engine._worker.core
+                core = inside.core(engine)
                 assert not core.is_underway
                 assert core.cache.is_released or not release_kv
         assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows]
@@ -207,14 +208,14 @@ def test_cancelled_while_a_step_is_underway() -> None:
         for handle, row in zip(handles[::2], rows[::2], strict=True):
             assert list(handle.tokens) == row.tokens[: len(handle.tokens)]
         engine.shutdown()
-        assert engine._worker.core.scheduler.blocks_used == 0
+        assert inside.scheduler(engine).memory.blocks_used == 0
 
 
 def test_cancelled_as_soon_as_it_is_admitted() -> None:
     """While the step before is underway, in which it has no part."""
     model, rows = truth.model("llama"), truth.rows("llama")
     with hf_cb.continuous_batching(model, **SMALL) as engine:
-        runner = engine._worker.core.runner
+        runner = inside.runner(engine)
         launch, handles = runner.launch, [engine.submit(rows[1].prompt[0], max_new_tokens=len(rows[1].tokens))]
         late: list[hf_cb.GenerationHandle] = []
         submitting = threading.Lock()  # no step meets a request whose handle is not in the list yet

@@ -6,6 +6,7 @@ import random
 import time
 
 import crowd
+import inside
 import pytest
 import truth
 from transformers import PreTrainedModel
@@ -26,7 +27,7 @@ def serve(model: PreTrainedModel, name: str, **options: object) -> hf_cb.EngineS
                 engine.submit(row.prompt[0], max_new_tokens=len(row.tokens), cache_salt=str(i)) for i, row in enumerate(rows)
             ]
         assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows]
-        engine._worker.core.scheduler.check()
+        inside.scheduler(engine).check()
         return engine.stats()
 
 
@@ -77,7 +78,7 @@ def test_200_random_requests_with_everything_on(name: str) -> None:
             except hf_cb.RequestCancelledError:
                 assert list(handle.tokens) == want[: len(handle.tokens)]
         stats = engine.stats()
-        engine._worker.core.scheduler.check()
+        inside.scheduler(engine).check()
     assert survived >= 150
     assert stats.preemptions > 0
     assert stats.cached_tokens > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import inside
 import models
 import pytest
 import torch
@@ -21,7 +22,7 @@ def ask(engine: hf_cb.Engine, rows: tuple[truth.Row, ...], **options: Any) -> li
     handles = [engine.submit(row.prompt[0], max_new_tokens=len(row.tokens), **options) for row in rows]
     results = [handle.result() for handle in handles]
     assert [list(result.tokens) for result in results] == [row.tokens for row in rows]
-    engine._worker.core.scheduler.check()
+    inside.scheduler(engine).check()
     return results
 
 
@@ -41,7 +42,7 @@ def test_mixed_layers_hold_less(name: str) -> None:
     model, rows = truth.model(name), truth.rows(name, LONG)
     options = {"block_size": BLOCK, "num_blocks": 60, "max_batch_tokens": 16, "record_steps": 1000}
     with hf_cb.continuous_batching(model, **options) as engine:
-        groups = engine._worker.core.scheduler.num_groups
+        groups = inside.scheduler(engine).memory.num_groups
         assert engine.stats().num_blocks == 60 * groups
         ask(engine, rows[:1])
         everything = groups * -(-(150 + 24 - 1) // BLOCK)

@@ -13,6 +13,7 @@ from unittest import mock
 
 import crowd
 import fake_devices
+import inside
 import models
 import torch
 from accelerate import dispatch_model
@@ -62,7 +63,7 @@ def served(model: PreTrainedModel, want: list[list[int]], **options: Any) -> dic
         calls = [lambda prompt=prompt: ask(model, prompt) for prompt in prompts()]
         company = reason is None and crowd.answers(engine, calls) == want
         stats = engine.stats()
-        devices = [] if reason else [str(kv.k.device) for kv in engine._worker.core.cache.layers]  # type: ignore[union-attr]
+        devices = [] if reason else [str(kv.k.device) for kv in inside.cache(engine).layers]  # type: ignore[union-attr]
     return {
         "reason": reason,
         "alone": alone,

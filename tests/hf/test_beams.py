@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import crowd
+import inside
 import models
 import pytest
 import seam
@@ -336,7 +337,7 @@ def test_random_searches_and_samples_in_a_small_pool(duo: seam.Duo) -> None:
             answers = threads.map(lambda call: made.served.generate(**call, seed=11), jobs)
         got = list(answers)
         stats = made.engine.stats()
-        made.engine._worker.core.scheduler.check()
+        inside.scheduler(made.engine).check()
     for call, answer in zip(jobs, got, strict=True):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import crowd
+import inside
 import models
 import pytest
 import seam
@@ -30,12 +31,12 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.llama.modeling_llama import eager_attention_forward as eager
 
 import hf_cb
-from hf_cb.hf.fast import fusing, packing
+from hf_cb.hf.fast import candidates, fusing, packing
 from hf_cb.hf.fast.fused_forwards import Attention, FusedLayer, GatedMLP, Norm, Stack
 from hf_cb.hf.fast.packing import Pack
 from hf_cb.hf.fast.products import OwnProducts, kernels_panel
 from hf_cb.hf.fast.stacking import Chain
-from hf_cb.hf.support import examine
+from hf_cb.hf.support import Wishes, examine
 
 NEW = 8
 ROOM = 1 << 30
@@ -54,7 +55,7 @@ pytestmark = pytest.mark.skipif(not kernels_panel(), reason="the compiled kernel
 
 def fused(model: nn.Module, **options: Any) -> dict[str, int]:
     """How many modules of a twin of `model` have a short forward, by kinds."""
-    twin = examine(model, **{"pack_memory": ROOM, **options}).twin
+    twin = examine(model, Wishes(**{"pack_memory": ROOM, **options})).twin
     forwards = [vars(module).get("forward") for module in twin.modules()]
     forwards += [layer for stack in forwards if isinstance(stack, Stack) for layer in stack.layers]
     return dict(Counter(type(f).__name__ for f in forwards if isinstance(f, Norm | Attention | GatedMLP | FusedLayer | Stack)))
@@ -145,7 +146,7 @@ def test_half_precision_is_as_near_to_the_truth_as_plain(name: str) -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_room_for_some_weights_only(share: float) -> None:
-    whole = examine(models.tiny("llama"), pack_memory=ROOM).packs.num_bytes
+    whole = examine(models.tiny("llama"), Wishes(pack_memory=ROOM)).packs.num_bytes
     kinds = fused(models.tiny("llama"), pack_memory=int(share * whole))
     assert kinds["Norm"] == 7
     assert kinds.get("GatedMLP", 0) < 3
@@ -160,7 +161,7 @@ def test_the_kernels_activations_are_those_that_modules_are_tried_with(dtype: to
     top = 200.0 if dtype == torch.float16 else 1e6
     gate = torch.cat([torch.linspace(-end, end, 10 * size) for end in (12.0, 200.0, top)]).to(dtype).view(-1, size)
     up = torch.randn(gate.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for number, function in fusing._ACTIVATIONS.items():
+    for number, function in candidates._ACTIVATIONS.items():
         want = function(gate) * up
         for swapped in (False, True):
             got = product.gated(torch.cat([up, gate] if swapped else [gate, up], -1), number, swapped)
@@ -486,7 +487,7 @@ def test_a_write_is_followed(name: str, write: Callable[[nn.Parameter], None]) -
 
 @pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
 def test_a_pack_that_is_given_up_takes_what_is_over_it_along(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    servable = examine(models.tiny("llama"), pack_memory=ROOM)
+    servable = examine(models.tiny("llama"), Wishes(pack_memory=ROOM))
     layer = servable.twin.model.layers[1]
 
     def fail(pack: Pack) -> None:
@@ -540,7 +541,7 @@ def test_two_engines_one_after_the_other() -> None:
 
 
 def stacks(model: nn.Module) -> list[Stack]:
-    twin = examine(model, pack_memory=ROOM).twin
+    twin = examine(model, Wishes(pack_memory=ROOM)).twin
     return [forward for module in twin.modules() if isinstance(forward := vars(module).get("forward"), Stack)]
 
 
@@ -821,14 +822,14 @@ def test_stacks_of_layers_with_windows(kinds: str, sizes: list[int], num_groups:
     plain, served = (models.tiny("ministral", num_hidden_layers=len(kinds), layer_types=types) for _ in range(2))
     assert [len(stack.layers) for stack in stacks(plain)] == sizes
     with hf_cb.continuous_batching(served) as engine:
-        assert engine._worker.core.scheduler.num_groups == num_groups
+        assert inside.scheduler(engine).memory.num_groups == num_groups
         pair = seam.Duo(plain, served, engine)
         pair.same(PROMPT, max_new_tokens=NEW)
         pair.same(**seam.left_padded(ROWS), max_new_tokens=NEW)
 
 
 def test_what_a_stack_is_given_up_for_leaves_the_other_layers_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    servable = examine(models.tiny("llama"), pack_memory=ROOM)
+    servable = examine(models.tiny("llama"), Wishes(pack_memory=ROOM))
     layers = servable.twin.model.layers
 
     def fail(pack: Pack) -> None:

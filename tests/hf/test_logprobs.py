@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import crowd
+import inside
 import models
 import pytest
 import seam
@@ -113,7 +114,7 @@ def test_samples_of_one_prompt(options: dict[str, Any]) -> None:
 def test_a_step_that_is_computed_in_parts_gives_all_that_belongs_to_its_tokens() -> None:
     """As after a failure whose culprit is not known yet: log-probabilities, and who stops by rules of its own."""
     with seam.duo() as duo:
-        runner = duo.engine._worker.core.runner  # type: ignore[union-attr]
+        runner = inside.runner(duo.engine)  # type: ignore[union-attr]
         execute = runner.execute
 
         def one_at_a_time(output: SchedulerOutput) -> StepResult:

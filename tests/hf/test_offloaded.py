@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import crowd
+import inside
 import models
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_plain_calls_in_between(offloaded: PreTrainedModel) -> None:
     """The user's own calls load and drop the user's weights: no reason for another twin."""
     want = plain(models.tiny("llama"))
     with hf_cb.continuous_batching(offloaded) as engine:
-        worker = engine._worker
+        worker = inside.worker(engine)
         assert worker is not None
         core = worker.core
         for prompt, tokens in zip(prompts(), want, strict=True):

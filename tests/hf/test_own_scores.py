@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import crowd
+import inside
 import models
 import pytest
 import seam
@@ -132,8 +133,8 @@ def test_a_row_that_is_cancelled_keeps_nobody(llama: PreTrainedModel, monkeypatc
     """The others of its call would wait for its end, and get to their limit."""
     handles: list[GenerationHandle] = []
     with hf_cb.continuous_batching(llama) as engine:
-        submit = engine.submit_all
-        monkeypatch.setattr(engine, "submit_all", lambda requests: handles.extend(submit(requests)) or handles)
+        submit = inside.intake(engine).submit
+        monkeypatch.setattr(inside.intake(engine), "submit", lambda requests: handles.extend(submit(requests)) or handles)
 
         class Cancels(LogitsProcessor):
             supports_continuous_batching = True

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 import hf_cb
 from hf_cb.hf.fast import packing
 from hf_cb.hf.fast.packing import Packs, group_by_input, linear_calls
-from hf_cb.hf.support import examine
+from hf_cb.hf.support import Wishes, examine
 from hf_cb.hf.twins.twin import forward_of, make_twin
 from hf_cb.hf.twins.weights import WeightWatch
 
@@ -55,7 +55,7 @@ def test_layers_with_the_same_input_are_joined(name: str, joined: list[set[str]]
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gptj", "mixtral"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_limit_is_kept_and_the_tokens_are_the_same(name: str, share: float) -> None:
-    whole = examine(models.tiny(name), pack_memory=1 << 30).packs.num_bytes
+    whole = examine(models.tiny(name), Wishes(pack_memory=1 << 30)).packs.num_bytes
     assert whole > 0
     limit = int(share * whole)
     with seam.duo(name, {"pack_memory": limit}) as pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import inside
 import pytest
 import tiny_chat
 from processes import Program
@@ -20,7 +21,7 @@ def test_a_replica_is_healthy_as_long_as_its_engine_lives(tmp_path: Path) -> Non
     replica = Replica(ReplicaSettings(model=str(tiny_chat.save(tmp_path)), engine={"max_batch_size": 3}))
     replica.check_health()
     assert replica.served.engine.config.max_batch_size == 3
-    replica.served.engine._worker._die(RuntimeError("it broke"))
+    inside.kill(replica.served.engine, RuntimeError("it broke"))
     with pytest.raises(hf_cb.EngineDeadError, match=tmp_path.name):
         replica.check_health()
 

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 from promql import Scrapes
 from transformers import PreTrainedModel
@@ -33,7 +34,7 @@ def scrapes() -> Scrapes:
         collector = EngineCollector({"m": engine})
         before = collector.exposition()[0].decode()
         engine.generate_batch(prompts, max_new_tokens=4, eos_token_id=None)
-        engine.count_native("a reason")
+        inside.intake(engine).count_native("a reason")
         handle = engine.submit(prompts[0], max_new_tokens=400, eos_token_id=None)
         next(iter(handle))
         with engine.pause():

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import inside
 import models
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 import hf_cb
 from hf_cb.attention.flash import FlashAttention2
 from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
-from hf_cb.core.output import UNKNOWN, ScheduledRow, SchedulerOutput
+from hf_cb.core.output import UNKNOWN, RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.hf.twins.attention import IMPLEMENTATION, register, set_port
 from hf_cb.hf.twins.twin import forward_of, make_twin, set_attention
 from hf_cb.request import Request, SamplingParams
@@ -84,7 +85,7 @@ def meta_runner() -> ModelRunner:
 
 
 def rows(ids: Sequence[int], start: int, tokens: tuple[int, ...]) -> SchedulerOutput:
-    return SchedulerOutput(tuple(ScheduledRow(i, start, tokens, (i,), True) for i in ids), len(ids) * len(tokens))
+    return SchedulerOutput(tuple(ScheduledRow(i, start, tokens, RowMemory((i,)), 1) for i in ids), len(ids) * len(tokens))
 
 
 def test_no_launch_needs_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +158,7 @@ class Waiting(Download):
 
 def recorded(engine: hf_cb.Engine, **options: Any) -> list[tuple[str, int]]:
     recorder = Recorder()
-    engine._worker.core.runner._streams = recorder
+    inside.runner(engine)._streams = recorder
     engine.submit((4, 5, 6), max_new_tokens=4, **options).result()
     return recorder.notes
 

@@ -20,7 +20,6 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
-from hf_cb.engine import Engine
 from hf_cb.errors import HFCBError, InvalidArgumentError, RequestFailedError, RequestTooLongError
 from hf_cb.handle import GenerationHandle
 from hf_cb.hf.calls import background
@@ -34,6 +33,7 @@ from hf_cb.hf.calls.result_cache import NAMES, Origin, kept_cache
 from hf_cb.hf.calls.rules import Ends, GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.calls.sampling import PromptShape, split
 from hf_cb.hf.calls.tokenizing import stop_string_criterion
+from hf_cb.intake import Intake
 from hf_cb.options import Defaults, check_seed, ids_of
 from hf_cb.request import Request, SamplingParams, Service
 
@@ -70,7 +70,7 @@ class _PromptRecorder(BaseStreamer):
 
 
 def generate(
-    engine: Engine,
+    intake: Intake,
     model: Any,
     origin: Callable[[], Origin],
     original: Callable[..., Any],
@@ -100,8 +100,8 @@ def generate(
         if positions is not None:
             _check_positions(model, call, positions)
         deadline = service.deadline()
-        requests = [replace(request, service=service, deadline=deadline) for request in _requests(engine, call, seed)]
-        return _run(engine, call, requests, streamer, recorder.prompt if recorder else None)
+        requests = [replace(request, service=service, deadline=deadline) for request in _requests(intake, call, seed)]
+        return _run(intake, call, requests, streamer, recorder.prompt if recorder else None)
 
     return original(**{**with_stop_strings(model, arguments), "streamer": recorder, "custom_generate": decode})
 
@@ -133,7 +133,7 @@ def _check_positions(model: Any, call: Call, positions: torch.Tensor) -> None:
     raise GoNativeError("position_ids other than the mask gives")
 
 
-def _requests(engine: Engine, call: Call, seed: int | None) -> list[Request]:
+def _requests(intake: Intake, call: Call, seed: int | None) -> list[Request]:
     """One request per row, checked against the model and the pool. Raises GoNativeError or InvalidArgumentError."""
     mode = call.config.get_generation_mode()
     if mode not in _MODES:
@@ -143,7 +143,7 @@ def _requests(engine: Engine, call: Call, seed: int | None) -> list[Request]:
             raise GoNativeError(f"option {name}")
     if call.input_ids.numel() == 0:
         raise InvalidArgumentError(f"input_ids: takes at least one row of at least one token; got {list(call.input_ids.shape)}")
-    served = engine.served()
+    served = intake.served()
     if call.config.do_sample and seed is None:
         seed = served.draw_seed() if (own := background.current()) is None else own.seed
     make = beam_requests if mode in _BEAMS else _row_requests
@@ -157,13 +157,13 @@ def _requests(engine: Engine, call: Call, seed: int | None) -> list[Request]:
         if limit is not None and request.max_tokens > limit and (len(request.prompt) <= limit or served.goes_beyond_positions):
             # Plain generate may go past the model's positions, or stop before it gets there; only it knows.
             raise GoNativeError(f"prompt and max_new_tokens together exceed the {limit} positions that rows can share")
-        _check(engine, request)
+        _check(intake, request)
     return requests
 
 
-def _check(engine: Engine, request: Request) -> None:
+def _check(intake: Intake, request: Request) -> None:
     try:
-        engine.check(request)
+        intake.check(request)
     except RequestTooLongError as error:
         if request.width == 1:
             raise
@@ -232,10 +232,10 @@ def _rules(call: Call, row: int, own: list[Any], criteria: list[Any], ends: Ends
 
 
 def _run(
-    engine: Engine, call: Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
+    intake: Intake, call: Call, requests: list[Request], streamer: BaseStreamer | None, prompt: torch.Tensor | None
 ) -> Any:
     pad_token = call.pad_token or 0
-    handles = engine.submit_all(requests)
+    handles = intake.submit(requests)
     try:
         if (own_call := background.current()) is not None:
             own_call.hold(handles)

@@ -7,26 +7,19 @@ another thread, must neither disturb that call nor get a number that follows fro
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 
 import torch
 
+from hf_cb import forks
 from hf_cb.blocking import holding
 
 _seeded = threading.RLock()  # one call at a time, of whatever model
 _guard = threading.Lock()  # of the two below together
 _stand_in: torch.Generator | None = None  # goes on where the global generator was, while a seeded call has that
 
-
-def _renew_locks() -> None:
-    global _seeded, _guard
-    _seeded, _guard = threading.RLock(), threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):  # the threads that hold them are not in the child
-    os.register_at_fork(after_in_child=_renew_locks)
+forks.renewed_in_child(globals(), _seeded=threading.RLock, _guard=threading.Lock)
 
 
 def draw_seed() -> int:

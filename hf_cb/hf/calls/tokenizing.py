@@ -7,7 +7,6 @@ such object. It is held for a fraction of what a single token of the model takes
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from contextlib import AbstractContextManager
@@ -15,7 +14,10 @@ from typing import Any
 
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from hf_cb import forks
+
 _lock = threading.RLock()
+forks.renewed_in_child(globals(), _lock=threading.RLock)
 
 
 def tokenizing() -> AbstractContextManager[object]:
@@ -39,12 +41,3 @@ def stop_string_criterion(tokenizer: Any, strings: str | list[str]) -> StopStrin
 
 _KEPT = 8  # for each tokenizer
 _criteria: weakref.WeakKeyDictionary[Any, dict[Any, StopStringCriteria]] = weakref.WeakKeyDictionary()
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # the thread that holds it is not in the child
-    os.register_at_fork(after_in_child=_renew_lock)
