@@ -131,13 +131,17 @@ def always(swap: bool) -> AbstractContextManager[Any]:
 
 
 def _small_pool(model: Any, prompts: list[list[int]]) -> AbstractContextManager[hf_cb.Engine]:
-    """An engine that admits half of the prompts (two at least), and has one of the two blocks that each needs beside."""
-    admitted = max(2, len(prompts) // 2)
-    blocks = admitted * (-(-len(prompts[0]) // BLOCK) + 1)
-    blocks += -(-blocks // 99)  # which stay free at admission
+    """An engine that admits half of the prompts, two at least."""
+    blocks = pool_blocks(len(prompts[0]), max(2, len(prompts) // 2))
     return hf_cb.continuous_batching(
         model, num_blocks=blocks, block_size=BLOCK, swap_space="1GiB", prefix_cache=False, record_steps=STEPS
     )
+
+
+def pool_blocks(length: int, admitted: int) -> int:
+    """Blocks for so many prompts, and for one of the two more that each will need."""
+    prompts = admitted * -(-length // BLOCK)
+    return prompts + max(admitted, -(-prompts // 99))  # one in a hundred stays free at admission
 
 
 def draw(points: Sequence[Point], title: str, file: Path) -> Path:

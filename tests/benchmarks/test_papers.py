@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import models
@@ -12,6 +14,8 @@ from benchmarks import paper_pictures, papers, peers, swap, trace, walkthrough
 from benchmarks.subject import Subject
 from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 
+ROOT = Path(__file__).parents[2]
+PAGES = ("how-a-token-is-made.md", "papers.md")
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -91,6 +95,14 @@ def test_a_resumed_sequence_takes_its_own_steps():
         swap.resume_seconds(steps[:4])
 
 
+@pytest.mark.parametrize("admitted", [2, 3])
+@pytest.mark.parametrize("length", [16, 512, 1024, 2048])
+def test_the_pool_admits_what_it_has_no_room_for_later(length, admitted):
+    blocks = swap.pool_blocks(length, admitted)
+    room = blocks - admitted * length // swap.BLOCK
+    assert blocks // 100 <= room < admitted * swap.NEW // swap.BLOCK
+
+
 def test_swapping_is_measured_and_drawn(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(swap, "load", lambda *_: (measured.model, None))
     swap.main(["--lengths", "16,48", "--requests", "4", "--repeats", "1", "--out", str(tmp_path)])
@@ -121,3 +133,21 @@ def test_a_trace_has_every_phase_of_a_step_and_the_tables(measured):
     milliseconds = seen.decode_milliseconds()
     assert list(milliseconds) == [trace.WEIGHTS, *trace.PHASES, trace.BETWEEN]
     assert all(value >= 0 for value in milliseconds.values())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page):
+    text = (ROOT / "docs" / page).read_text()
+    pictures = re.findall(r"!\[[^]]+\]\((pictures/\w+\.png)\)", text)
+    assert len(pictures) == text.count("![")  # each has a description
+    files = re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", text)
+    commands = re.findall(r"python -m benchmarks\.(\w+)", text)
+    assert pictures
+    assert commands
+    missing = [
+        *(name for name in pictures if not (ROOT / "docs" / name).is_file()),
+        *(name for name in files if not (ROOT / "hf_cb" / name).exists()),
+        *(name for name in commands if not (ROOT / "benchmarks" / f"{name}.py").is_file()),
+    ]
+    assert not missing
+    assert all((ROOT / "docs" / name).stat().st_size < 150_000 for name in pictures)
