@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from benchmarks import peer_environments
 from hf_cb.attention.backend import attention_backend_names, load_attention_backend
-from hf_cb.attention.step import AttentionStep, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerSpec
 from hf_cb.runtime.kv_cache import KVCache
 
 _BLOCK_SIZE = 16
@@ -142,7 +142,7 @@ def paged(shape: Shape, spec: LayerSpec, name: str) -> Run:
     )
     step = _step(shape, table)
     plan = backend.plan(step, spec)
-    return lambda: backend.attend(q, k, v, kv, spec, step, plan)
+    return lambda: backend.attend(LayerCall(q, k, v, kv, spec, step, plan))
 
 
 @contextlib.contextmanager

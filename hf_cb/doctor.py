@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import hf_cb
-from hf_cb.attention.backend import attention_backend_names, block_multiple, choose_attention_backend, load_attention_backend
+from hf_cb.attention.backend import attention_backend_names, choose_attention_backend, load_attention_backend
 from hf_cb.attention.reference import ReferenceBackend
-from hf_cb.attention.step import LayerKV, LayerSpec
+from hf_cb.attention.step import LayerCall, LayerKV, LayerSpec
 from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.streams import streams_of
@@ -98,7 +98,7 @@ def _backends(spec: LayerSpec) -> dict[str, str]:
 def _check_attention(spec: LayerSpec) -> None:
     """The chosen backend against the definition, over shuffled blocks, NaN wherever nobody has written."""
     backend, _ = choose_attention_backend([spec])
-    size = max(16, block_multiple(backend))
+    size = max(16, backend.block_multiple)
     generator = torch.Generator().manual_seed(0)
     counts = [-(-(new + before) // size) for new, before in _ROWS]
     deck = torch.randperm(sum(counts) + 2, generator=generator, dtype=torch.int64, device="cpu").tolist()
@@ -120,7 +120,7 @@ def _check_attention(spec: LayerSpec) -> None:
 
     def attend(by: Any) -> torch.Tensor:
         own = LayerKV(kv.k.clone(), kv.v.clone())
-        return by.attend(q, k, v, own, spec, step, by.plan(step, spec)).float()  # type: ignore[no-any-return]
+        return by.attend(LayerCall(q, k, v, own, spec, step, by.plan(step, spec))).float()  # type: ignore[no-any-return]
 
     off = float((attend(backend) - attend(ReferenceBackend())).abs().nan_to_num(torch.inf).max())
     if off > _TOLERANCE.get(spec.dtype, 3e-2):

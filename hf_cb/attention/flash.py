@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec, saturated
+from hf_cb.attention.backend import AttentionBackend
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerKV, LayerSpec, saturated
 
 DEVICES: tuple[str, ...] = ("cuda",)
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
@@ -68,39 +70,28 @@ class FlashPlan:
     cu_seqlens_k: torch.Tensor  # [N + 1] int32
 
 
-class _Flash(abc.ABC):
-    """What the libraries have in common."""
+class _Flash(AttentionBackend):
+    """What the libraries have in common. The kernels compute in the layer's dtype, and sum in float32."""
 
-    name: str
     captures = True  # lengths are read from tensors, all but the largest ones, which a graph is kept under
 
+    @override
     def why_not(self, spec: LayerSpec) -> str | None:
-        """Refuses what the kernel does, and machines without it."""
         return why_not_flash(spec) or self._why_not_here(spec.device)
 
     @abc.abstractmethod
     def _why_not_here(self, device: torch.device) -> str | None:
         """Why this library does not run on this machine; None: it does."""
 
+    @override
     def plan(self, step: AttentionStep, spec: LayerSpec) -> FlashPlan:
-        """Where each row's keys would begin if they were packed; needed even when they lie in blocks."""
+        # Where the keys of each row would begin if they were packed; needed even when they lie in blocks.
         return FlashPlan(functional.pad(step.seq_lens_k.cumsum(0, dtype=torch.int32), (1, 0)))
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: LayerKV,
-        spec: LayerSpec,
-        step: AttentionStep,
-        plan: object,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See AttentionBackend.attend. The kernel computes in the layer's dtype, and sums in float32."""
-        assert isinstance(plan, FlashPlan)
-        kv.write(step, k, v)
-        return self._attend(_with_dense_heads(q), kv, spec, step, plan)
+    @override
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        call.write()
+        return self._attend(_with_dense_heads(call.q), call.kv, call.spec, call.step, call.plan)
 
     @abc.abstractmethod
     def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
@@ -183,8 +174,8 @@ class FlashAttention3(_Flash):
             return "takes a GPU of compute capability 9"
         return None
 
+    @override
     def can_store(self, spec: LayerSpec) -> bool:
-        """The kernel's rules for float8."""
         return spec.kv_dtype == torch.float8_e4m3fn and spec.head_size % 16 == 0
 
     def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from typing_extensions import override
 
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.backend import AttentionBackend
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerSpec
 
 _TILE = 256  # queries of a row that are computed together
 _RATIO = 2  # a group's longest row has at most so many times the keys of its shortest
@@ -27,21 +29,21 @@ class _Part:
     hidden: torch.Tensor  # [rows, 1, n, m] bool: where a query may not look
 
 
-class GroupedTorch:
-    """Grouped products, for any layer."""
+class GroupedTorch(AttentionBackend):
+    """Grouped products in the layer's dtype, the softmax in float32, for any layer."""
 
     name = "torch_grouped"
 
+    @override
     def why_not(self, spec: LayerSpec) -> str | None:
-        """Refuses nothing that has memory."""
         return "the meta device has no memory" if spec.device.type == "meta" else None
 
+    @override
     def can_store(self, spec: LayerSpec) -> bool:
-        """What is gathered is converted."""
         return True
 
+    @override
     def plan(self, step: AttentionStep, spec: LayerSpec) -> tuple[_Part, ...]:
-        """Group the rows."""
         starts = [0, *accumulate(step.query_lens)]
         parts = [_decode(rows, starts, step, spec) for rows in _groups(step)]
         for row, query_len in enumerate(step.query_lens):
@@ -50,24 +52,16 @@ class GroupedTorch:
                 parts += [_tile(row, starts[row], first, min(first + _TILE, query_len), step, spec) for first in tiles]
         return tuple(parts)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: LayerKV,
-        spec: LayerSpec,
-        step: AttentionStep,
-        plan: object,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See AttentionBackend.attend. Products in the layer's dtype, the softmax in float32."""
-        assert isinstance(plan, tuple)
-        kv.write(step, k, v)
+    @override
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        q, kv, spec = call.q, call.kv, call.spec
+        call.write()
         out = q.new_empty(len(q), spec.num_heads, spec.value_head_size)
-        for part in plan:
+        for part in call.plan:
             keys, values = (x.transpose(1, 2) for x in kv.gather(part.slots, spec.dtype))  # [rows, Hkv, m, D]
-            out[part.queries] = _attend(q[part.queries].transpose(1, 2), keys, values, part.hidden, spec, sinks).transpose(1, 2)
+            out[part.queries] = _attend(q[part.queries].transpose(1, 2), keys, values, part.hidden, spec, call.sinks).transpose(
+                1, 2
+            )
         return out
 
 
@@ -100,7 +94,7 @@ def _decode(rows: list[int], starts: list[int], step: AttentionStep, spec: Layer
     index = torch.tensor(rows, device=device, dtype=torch.int64)[:, None]
     return _Part(
         queries=torch.tensor([[starts[row]] for row in rows], device=device, dtype=torch.int64),
-        slots=_slots(step, index, positions.minimum(last)),  # a row's padding is its last key once more, hidden
+        slots=step.slots(index, positions.minimum(last)),  # a row's padding is its last key once more, hidden
         hidden=(positions > last)[:, None, None],
     )
 
@@ -116,11 +110,7 @@ def _tile(row: int, start: int, first: int, end: int, step: AttentionStep, spec:
         hidden = hidden | (positions < query // spec.chunk * spec.chunk)
     index = torch.tensor([[row]], device=device, dtype=torch.int64)
     queries = torch.arange(start + first, start + end, device=device, dtype=torch.int64)[None]
-    return _Part(queries, _slots(step, index, positions[None]), hidden[None, None])
-
-
-def _slots(step: AttentionStep, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return step.block_table[rows, positions // step.block_size].long() * step.block_size + positions % step.block_size
+    return _Part(queries, step.slots(index, positions[None]), hidden[None, None])
 
 
 def _attend(

@@ -11,8 +11,10 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.backend import AttentionBackend
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerSpec
 from hf_cb.kernels.extension import BuildError, has_matrix_unit, load
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,17 +30,18 @@ class _Plan:
     partials: torch.Tensor  # [rows, Dv + 2] float32: room for the results of keys that were split
 
 
-class NativeCPUBackend:
-    """The compiled kernel, for float32, bfloat16 and float16."""
+class NativeCPUBackend(AttentionBackend):
+    """The compiled kernel, for float32, bfloat16 and float16. It computes in float32."""
 
     name = "native_cpu"
+    fuses = True
 
     def __init__(self, matrix: bool | None = None) -> None:
         """`matrix`: whether sixteen rows and more of bfloat16 go through AMX; None: where there is that."""
         self._matrix = has_matrix_unit() if matrix is None else matrix
 
+    @override
     def why_not(self, spec: LayerSpec) -> str | None:
-        """Refuses other devices and dtypes, and machines where the kernel can't be compiled (with a warning, once)."""
         if spec.device.type != "cpu":
             return f"runs on a CPU, not on {spec.device.type}"
         if spec.dtype not in _DTYPES:
@@ -49,12 +52,12 @@ class NativeCPUBackend:
             load()
         except BuildError as error:
             if error.is_news():
-                warnings.warn(f"hf_cb runs its slower attention: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"hf_cb runs without its kernels, several times slower: {error}", RuntimeWarning, stacklevel=2)
             return str(error)
         return None
 
+    @override
     def plan(self, step: AttentionStep, spec: LayerSpec) -> _Plan:
-        """Cut the step into pieces of work."""
         load()  # for those who didn't ask why_not
         group = spec.num_heads // spec.num_kv_heads
         return _Plan(
@@ -69,20 +72,10 @@ class NativeCPUBackend:
             )
         )
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: LayerKV,
-        spec: LayerSpec,
-        step: AttentionStep,
-        plan: object,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See AttentionBackend.attend. Computes in float32."""
+    @override
+    def attend(self, call: LayerCall) -> torch.Tensor:
         out: torch.Tensor = torch.ops.hf_cb.attend(
-            *(q, k, v, *kv, *arguments(step, plan), sinks, *spec_arguments(spec), self._matrix)
+            *(*call[:3], *call.kv, *arguments(call.step, call.plan), call.sinks, *spec_arguments(call.spec), self._matrix)
         )
         return out
 

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.backend import AttentionBackend
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerSpec
 
 
-class ReferenceBackend:
+class ReferenceBackend(AttentionBackend):
     """Serves every layer, on every device. What the other backends are tested against, and the last resort."""
 
     name = "reference"
 
+    @override
     def why_not(self, spec: LayerSpec) -> str | None:
-        """Nothing is refused."""
         return None
 
+    @override
     def can_store(self, spec: LayerSpec) -> bool:
-        """What is read is converted."""
         return True
 
+    @override
     def plan(self, step: AttentionStep, spec: LayerSpec) -> None:
-        """Layers share nothing here."""
+        pass  # layers share nothing here
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: LayerKV,
-        spec: LayerSpec,
-        step: AttentionStep,
-        plan: object,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See AttentionBackend.attend. Computes in float32."""
-        kv.write(step, k, v)
-        cached_k, cached_v = kv.k.flatten(0, 1), kv.v.flatten(0, 1)
+    @override
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        q, kv, spec, step, sinks = call.q, call.kv, call.spec, call.step, call.sinks
+        call.write()
+        cached_k, cached_v = kv.k.flatten(0, 1), kv.v.flatten(0, 1)  # computes in float32
 
         out = q.new_empty(len(q), spec.num_heads, spec.value_head_size)
         group = spec.num_heads // spec.num_kv_heads

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,10 @@ class AttentionStep:
     max_seqlen_q: int
     max_seqlen_k: int
     block_size: int
+
+    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where the keys and values of these positions of these rows are: int64, of the shape that both have together."""
+        return self.block_table[rows, positions // self.block_size].long() * self.block_size + positions % self.block_size
 
     def to(self, device: torch.device) -> AttentionStep:
         """The same step for layers on `device`."""
@@ -107,3 +111,24 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x
     most = torch.finfo(dtype).max
     return (x.clamp(-most, most) if most < torch.finfo(x.dtype).max else x).to(dtype)
+
+
+class LayerCall(NamedTuple):
+    """What one layer hands to its backend in a step.
+
+    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]: any strides. `plan`: what the backend has made for the step's layers of this
+    spec. `sinks` [Hq]: a learned logit per head that takes part in the softmax and has no value.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    kv: LayerKV
+    spec: LayerSpec
+    step: AttentionStep
+    plan: Any
+    sinks: torch.Tensor | None = None
+
+    def write(self) -> None:
+        """Put the new keys and values into their slots."""
+        self.kv.write(self.step, self.k, self.v)

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
+from hf_cb.attention.backend import AttentionBackend
 from hf_cb.attention.flash import capability, why_not_flash
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,13 @@ class _Plan:
     cu_seqlens_k: torch.Tensor  # [N + 1] int32
 
 
-class TorchVarlen:
-    """Gather, then attend."""
+class TorchVarlen(AttentionBackend):
+    """Gather, then attend, in the layer's dtype with sums in float32."""
 
     name = "torch_varlen"
 
+    @override
     def why_not(self, spec: LayerSpec) -> str | None:
-        """Refuses what the kernel does, and versions of torch without it."""
         if (reason := why_not_flash(spec)) is not None:
             return reason
         if spec.softcap is not None:
@@ -44,44 +46,32 @@ class TorchVarlen:
             return "takes a GPU of compute capability 8.0 or later"
         return None
 
+    @override
     def can_store(self, spec: LayerSpec) -> bool:
-        """What is gathered is converted."""
         return True
 
+    @override
     def plan(self, step: AttentionStep, spec: LayerSpec) -> _Plan:
-        """Find the slots of all keys."""
         device, lens = step.block_table.device, step.seq_lens_k.long()
         ends = lens.cumsum(0)
         rows = torch.repeat_interleave(
             torch.arange(len(lens), device=device, dtype=torch.int64), lens, output_size=sum(step.key_lens)
         )
         positions = torch.arange(sum(step.key_lens), device=device, dtype=torch.int64) - (ends - lens)[rows]
-        blocks = step.block_table[rows, positions // step.block_size].long()
-        slots = blocks * step.block_size + positions % step.block_size
-        return _Plan(slots, functional.pad(ends.int(), (1, 0)))
+        return _Plan(step.slots(rows, positions), functional.pad(ends.int(), (1, 0)))
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv: LayerKV,
-        spec: LayerSpec,
-        step: AttentionStep,
-        plan: object,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See AttentionBackend.attend. The kernel computes in the layer's dtype, and sums in float32."""
-        assert isinstance(plan, _Plan)
-        kv.write(step, k, v)
-        keys, values = kv.gather(plan.slots, spec.dtype)
+    @override
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        spec, step, plan = call.spec, call.step, call.plan
+        call.write()
+        keys, values = call.kv.gather(plan.slots, spec.dtype)
         if spec.num_heads != spec.num_kv_heads and "enable_gqa" not in _arguments():
             keys, values = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1) for part in (keys, values))
         options = {"enable_gqa": spec.num_heads != spec.num_kv_heads, "num_splits": 1, "scale": spec.scale}
         attend = _varlen_attn()
         assert attend is not None
         out: torch.Tensor = attend(
-            q.contiguous(),
+            call.q.contiguous(),
             keys,
             values,
             step.cu_seqlens_q,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from hf_cb.attention.backend import can_be_captured, default_block_size
 from hf_cb.attention.step import LayerSpec
 from hf_cb.config import CBConfig, ModelFacts, ResolvedConfig
 from hf_cb.core.block_pool import BlockPool
@@ -222,7 +221,7 @@ def _why_no_graphs(servable: Servable, lockstep: Lockstep | None) -> str | None:
         return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))})"
     if any("_hf_hook" in vars(module) for module in servable.twin.modules()):
         return "accelerate's hooks move the model's tensors"
-    if not can_be_captured(servable.backend):
+    if not servable.backend.captures:
         return f"{servable.backend.name} needs numbers on the host in each step"
     return None
 
@@ -250,7 +249,7 @@ def _facts(servable: Servable, layout: KVLayout, own_code: str | None) -> ModelF
         free_memory=_room(servable.specs),
         default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),
         kv_dtype=str(servable.specs[0].dtype).removeprefix("torch."),
-        default_block_size=default_block_size(servable.backend),
+        default_block_size=servable.backend.block_size,
         max_step_tokens=servable.max_step_tokens,
         has_own_code=own_code is not None,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_cb.attention.backend import AttentionBackend, block_multiple
+from hf_cb.attention.backend import AttentionBackend
 from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.hf.twins.attention import IMPLEMENTATION, Observer, register, set_port
@@ -126,7 +126,7 @@ class Probe:
         """Logits of every position of each row, computed together in uneven chunks over shuffled blocks, a last token by
         itself. `sparing`: of each chunk's last position, and only they are asked for, as in service."""
         specs = self.specs if specs is None else specs
-        block_size = max(_BLOCK_SIZE, block_multiple(backend))
+        block_size = max(_BLOCK_SIZE, backend.block_multiple)
         cache = KVCache(specs, 2 * -(-_LONGEST // block_size) + 1, block_size)
         port = AttentionPort(self.modules, specs, backend, cache)
         set_port(self.twin, port)

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from hf_cb.attention.backend import AttentionBackend, choose_attention_backend
-from hf_cb.attention.native import NativeCPUBackend
 from hf_cb.attention.step import LayerSpec
 from hf_cb.errors import InvalidArgumentError, brief
 from hf_cb.hf.fast.equivalence import ERRORS
@@ -183,7 +182,7 @@ def _made_fast(
         packs = _packed(probe, backend, groups, memory)
     if packs.num_bytes:
         fused = Fused()
-        own = probe.forward if isinstance(backend, NativeCPUBackend) else None
+        own = probe.forward if backend.fuses else None
         try:
             fused.fuse(probe.twin, groups, packs, dict(zip(probe.modules, specs, strict=True)), calls, own)
             probe.check_sparing(backend)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hf_cb.attention.backend import AttentionBackend
-from hf_cb.attention.step import AttentionStep, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerSpec
 from hf_cb.runtime.kv_cache import KVCache
 
 
@@ -77,7 +77,7 @@ class AttentionPort:
         """One layer's attention in the current step: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]."""
         layer = self._layers[id(module)]
         step, plan = self._enter([layer])
-        return self._backend.attend(q, k, v, self._cache.layers[layer.index], layer.spec, step, plan, sinks)
+        return self._backend.attend(LayerCall(q, k, v, self._cache.layers[layer.index], layer.spec, step, plan, sinks))
 
     def together(self, modules: Sequence[object]) -> Together | None:
         """For those who attend for all of these modules, of one spec, in one call, and do it now. None: their steps differ."""

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from hf_cb.attention.backend import AttentionBackend
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerKV, LayerSpec
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class Case:
         """On a copy of the cache, unless one is given."""
         kv = kv or LayerKV(self.kv.k.clone(), self.kv.v.clone())
         plan = backend.plan(self.step, self.spec)
-        return backend.attend(self.q, self.k, self.v, kv, self.spec, self.step, plan, self.sinks)
+        return backend.attend(LayerCall(self.q, self.k, self.v, kv, self.spec, self.step, plan, self.sinks))
 
     def row_slices(self) -> list[slice]:
         """Each row's part of the packed tokens."""

@@ -131,9 +131,9 @@ def test_without_a_kernel_the_torch_path_is_chosen_with_one_warning(
     cache: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.warns(RuntimeWarning, match="^hf_cb runs its slower attention: .*apt install g") as caught:
+    with pytest.warns(RuntimeWarning, match="^hf_cb runs without its kernels, several times slower: .*apt install g") as caught:
         chosen, told = choose_attention_backend([make_spec(), make_spec(window=3)])
-    assert chosen.name == "torch_cpu"
+    assert chosen.name == "torch_grouped"
     assert reason in told
     assert reason in str(caught[0].message)
     with warnings.catch_warnings():

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import Case, cases, make_case, make_spec, make_step
 
-from hf_cb.attention.cpu import TorchCPUBackend
+from hf_cb.attention.grouped import GroupedTorch
 from hf_cb.attention.native import NativeCPUBackend
 from hf_cb.attention.reference import ReferenceBackend
-from hf_cb.attention.step import LayerKV
+from hf_cb.attention.step import LayerCall, LayerKV
 
 BACKEND, ORACLE = NativeCPUBackend(), ReferenceBackend()
 THROUGH_MATRIX = NativeCPUBackend(matrix=True)  # the same door without AMX leads to other kernels, over the same layout
@@ -99,7 +99,7 @@ def test_float32_is_exact_to_its_last_digits() -> None:
     case = make_case(make_spec(head_size=64), [(1, 500), (130, 1100), (1, 37)])
     wide = [tensor.double() for tensor in (case.q, case.k, case.v, *case.kv)]
     double = Case(replace(case.spec, dtype=torch.float64), case.step, *wide[:3], LayerKV(*wide[3:]), None)
-    error = (case.attend(BACKEND).double() - double.attend(TorchCPUBackend())).abs().max()
+    error = (case.attend(BACKEND).double() - double.attend(GroupedTorch())).abs().max()
     assert error < 1e-6
 
 
@@ -205,7 +205,7 @@ def test_one_plan_serves_every_layer() -> None:
     plan = BACKEND.plan(layers[0].step, spec)
     for case, alone in zip((layers[0], second), expected, strict=True):
         kv = LayerKV(case.kv.k.clone(), case.kv.v.clone())
-        assert torch.equal(BACKEND.attend(case.q, case.k, case.v, kv, spec, case.step, plan), alone)
+        assert torch.equal(BACKEND.attend(LayerCall(case.q, case.k, case.v, kv, spec, case.step, plan)), alone)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_keys_that_weigh_nothing_before_those_that_do(hidden: int) -> None:
     case = replace(case, q=q, kv=LayerKV(cache_k, case.kv.v))
     out = case.attend(BACKEND)
     assert out.isfinite().all()
-    torch.testing.assert_close(out, case.attend(TorchCPUBackend()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, case.attend(GroupedTorch()), rtol=1e-5, atol=1e-5)
 
 
 # -- arguments that lead nowhere ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from steps import make_spec
 
 from hf_cb.attention import backend
-from hf_cb.attention.cpu import TorchCPUBackend
+from hf_cb.attention.grouped import GroupedTorch
 from hf_cb.attention.native import NativeCPUBackend
 from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.errors import InvalidArgumentError
@@ -31,7 +31,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_order_of_choice() -> None:
-    names = ("native_cpu", "torch_cpu", "flash_attn_3", "flash_attn_4", "flash_attn_2", "torch_varlen", "torch_grouped")
+    names = ("native_cpu", "flash_attn_3", "flash_attn_4", "flash_attn_2", "torch_varlen", "torch_grouped")
     assert backend.attention_backend_names() == (*names, "reference")
 
 
@@ -50,8 +50,8 @@ def test_a_cpu_model_gets_the_cpu_backend() -> None:
 
 def test_a_dtype_that_the_kernel_does_not_take_gets_the_next() -> None:
     chosen, reason = backend.choose_attention_backend([make_spec(), make_spec(dtype=torch.float64)])
-    assert isinstance(chosen, TorchCPUBackend)
-    assert reason == "native_cpu: takes float32, bfloat16 or float16, not float64; torch_cpu serves every layer"
+    assert isinstance(chosen, GroupedTorch)
+    assert reason.startswith("native_cpu: takes float32, bfloat16 or float16, not float64; ")
 
 
 def test_the_reason_tells_who_refused() -> None:
@@ -59,7 +59,7 @@ def test_the_reason_tells_who_refused() -> None:
     chosen, reason = backend.choose_attention_backend([make_spec(), make_spec(device=META)])
     assert isinstance(chosen, ReferenceBackend)
     refusal = "runs on a CPU, not on meta"
-    assert reason.startswith(f"native_cpu: {refusal}; torch_cpu: {refusal}; flash_attn_3: runs on cuda, not on cpu; ")
+    assert reason.startswith(f"native_cpu: {refusal}; flash_attn_3: runs on cuda, not on cpu; ")
     assert reason.endswith("; torch_grouped: the meta device has no memory; reference serves every layer")
 
 
@@ -70,14 +70,12 @@ def test_a_named_backend_is_taken() -> None:
 
 
 def test_a_named_backend_that_cannot_serve_is_an_error_with_its_reason() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^attention_backend: .*torch_cpu: runs on a CPU, not on meta"):
-        backend.choose_attention_backend([make_spec(device=META)], "torch_cpu")
+    with pytest.raises(InvalidArgumentError, match=r"^attention_backend: .*native_cpu: runs on a CPU, not on meta"):
+        backend.choose_attention_backend([make_spec(device=META)], "native_cpu")
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=r"^attention_backend: takes one of native_cpu, torch_cpu, .*, reference; got 'flash'"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"^attention_backend: takes one of native_cpu, .*, reference; got 'flash'"):
         backend.choose_attention_backend([make_spec()], "flash")
 
 
@@ -91,8 +89,17 @@ def test_a_registered_backend_can_be_named() -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_a_name_that_is_taken_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^name: .*'torch_cpu' is registered already"):
-        backend.register_attention_backend("torch_cpu", "somewhere:Else")
+    with pytest.raises(InvalidArgumentError, match=r"^name: .*'native_cpu' is registered already"):
+        backend.register_attention_backend("native_cpu", "somewhere:Else")
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_class_of_another_kind_is_refused() -> None:
+    backend.register_attention_backend("odd", "builtins:object")
+    with pytest.raises(
+        InvalidArgumentError, match=r"^attention_backend: takes a subclass of AttentionBackend; odd is a object"
+    ):
+        backend.load_attention_backend("odd")
 
 
 class _Coarse(ReferenceBackend):

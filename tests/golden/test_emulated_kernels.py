@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb.attention.cpu import TorchCPUBackend
 from hf_cb.attention.native import NativeCPUBackend
 
 pytestmark = pytest.mark.timeout(60)
@@ -94,7 +93,7 @@ def test_blocks_that_a_kernel_refuses() -> None:
 @pytest.fixture
 def no_cpu_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice as on a GPU, where those for CPUs refuse."""
-    for backend in (NativeCPUBackend, TorchCPUBackend):
+    for backend in (NativeCPUBackend,):
         monkeypatch.setattr(backend, "why_not", lambda *_: "runs on a CPU")
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hf_cb
-from hf_cb.attention.backend import attention_backend_names, block_multiple, load_attention_backend
+from hf_cb.attention.backend import attention_backend_names, load_attention_backend
 from hf_cb.attention.reference import ReferenceBackend
-from hf_cb.attention.step import LayerKV, LayerSpec
+from hf_cb.attention.step import LayerCall, LayerKV, LayerSpec
 from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.runtime.input_batch import build_input_batch
@@ -45,7 +45,7 @@ def test_kernel(name: str, spec: LayerSpec, rows: tuple[tuple[int, int], ...]) -
     backend = load_attention_backend(name)
     if (reason := backend.why_not(spec)) is not None:
         pytest.skip(reason)
-    generator, size = torch.Generator().manual_seed(0), max(16, block_multiple(backend))
+    generator, size = torch.Generator().manual_seed(0), max(16, backend.block_multiple)
     counts = [-(-(new + before) // size) for new, before in rows]
     deck = torch.randperm(sum(counts) + 3, generator=generator).tolist()
     tables = [tuple(deck.pop() for _ in range(count)) for count in counts]
@@ -67,7 +67,7 @@ def test_kernel(name: str, spec: LayerSpec, rows: tuple[tuple[int, int], ...]) -
 
     def attend(by: Any) -> torch.Tensor:
         own = LayerKV(kv.k.clone(), kv.v.clone())
-        return by.attend(q, k, v, own, spec, step, by.plan(step, spec), sinks).float()  # type: ignore[no-any-return]
+        return by.attend(LayerCall(q, k, v, own, spec, step, by.plan(step, spec), sinks)).float()  # type: ignore[no-any-return]
 
     tolerance = 2e-5 if spec.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(attend(backend), attend(ReferenceBackend()), atol=tolerance, rtol=tolerance)

@@ -177,7 +177,7 @@ def test_what_is_no_generative_model(made: Callable[[], Any]) -> None:
 # -- the attention backend ------------------------------------------------------------------------------------------------
 
 
-class Refusing:
+class Refusing(attention_registry.AttentionBackend):
     """A backend that serves nothing."""
 
     name = "refusing"

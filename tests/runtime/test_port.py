@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerKV, LayerSpec
 from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.request import Request, SamplingParams
 from hf_cb.runtime.input_batch import build_input_batch
@@ -41,7 +41,8 @@ class Noting:
         self.plans.append(spec)
         return ("plan", len(self.plans))
 
-    def attend(self, q, k, v, kv, spec, step, plan, sinks=None) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        _, _, v, kv, spec, step, plan, sinks = call
         self.calls.append((kv, spec, step, plan, sinks))
         return v.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)
 

@@ -14,7 +14,7 @@ import torch
 
 import hf_cb
 from hf_cb.attention.flash import FlashAttention2
-from hf_cb.attention.step import AttentionStep, LayerKV, LayerSpec
+from hf_cb.attention.step import AttentionStep, LayerCall, LayerSpec
 from hf_cb.core.output import UNKNOWN, RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.hf.twins.attention import IMPLEMENTATION, register, set_port
 from hf_cb.hf.twins.twin import forward_of, make_twin, set_attention
@@ -53,11 +53,9 @@ class Shapes:
     def plan(self, step: AttentionStep, spec: LayerSpec) -> object:
         return FlashAttention2().plan(step, spec)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, *_: Any
-    ) -> torch.Tensor:
-        kv.write(step, k, v)
-        return v.new_empty(len(q), spec.num_heads, spec.value_head_size)
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        call.write()
+        return call.v.new_empty(len(call.q), call.spec.num_heads, call.spec.value_head_size)
 
 
 class ShapedDraws(draws.TorchDraws):
