@@ -24,7 +24,7 @@ from benchmarks.workload import Workload
 
 _CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 _RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # requests a second
-_SHORT_RATES = (1.0, 2.0, 4.0, 8.0)  # of requests of a fifth of the length, for a curve of all peers in some minutes
+_SHORT_RATES = (1.0, 4.0, 8.0, 16.0)  # of requests of a fifth of the length, for a curve of all peers in some minutes
 _REQUESTS_EACH = 4  # for each client: so many that the start and the end, with fewer in flight, count little
 _FEWEST, _MOST = 8, 64
 _FASTEST = ["generate_batch", "hf_cb"]
