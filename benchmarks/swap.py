@@ -152,7 +152,8 @@ def draw(points: Sequence[Point], title: str, file: Path) -> Path:
     swap = [point["swap_out_s"] + point["swap_in_s"] for point in points]
     resume.plot(lengths, [1e3 * point["recompute_s"] for point in points], marker="d", color="#7f7f7f", label="computed again")
     resume.plot(lengths, [1e3 * seconds for seconds in swap], marker="o", color="#d62728", label="copied out and back")
-    resume.set(ylabel="time to resume a sequence, ms", yscale="log")
+    resume.set(ylabel="time to resume a sequence, ms")
+    pictures.logarithmic(resume)
     resume.legend(frameon=False)
     gain.axhline(1, color="0.6", linestyle=":")
     gain.plot(lengths, [point["ratio"] for point in points], marker="o", color="#d62728")
@@ -188,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.swap", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="an id or a folder; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--lengths", type=_lengths, default=[128, 256, 512, 1024, 2048], metavar="A,B", help="prompt tokens")
+    parser.add_argument("--lengths", type=_lengths, default=[32, 128, 512, 2048], metavar="A,B", help="prompt tokens")
     parser.add_argument("--requests", type=int, default=6, help="of the throughput's rounds (%(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="rounds; medians are reported (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
