@@ -1,7 +1,10 @@
 """Curves: throughput against requests in flight, or latency against the rate of arrival; a JSON file and a picture of it.
 
+`normalised` is Orca's and vLLM's measure: the mean over the requests of the time from arrival to last token, per output token.
+
 python -m benchmarks.curves concurrency --out out
 python -m benchmarks.curves arrivals --out out
+python -m benchmarks.curves normalised --out out
 python -m benchmarks.curves draw out/concurrency.json
 """
 
@@ -21,8 +24,10 @@ from benchmarks.workload import Workload
 
 _CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 _RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # requests a second
+_SHORT_RATES = (1.0, 4.0, 8.0, 16.0)  # of requests of a fifth of the length, for a curve of all peers in some minutes
 _REQUESTS_EACH = 4  # for each client: so many that the start and the end, with fewer in flight, count little
 _FEWEST, _MOST = 8, 64
+_FASTEST = ["generate_batch", "hf_cb"]
 
 Plan = tuple[Workload, int | None]  # what runs at one point, and how many clients send it
 
@@ -48,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for x in args.points or args.default
         ]
     result = {"kind": args.kind, "dtype": args.dtype, "machine": machine.describe(), "arguments": vars(args), "points": points}
-    args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"{args.kind}.json"
-    file.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    file = pictures.save(result, args.out / f"{args.kind}.json")
     for point in points:
         print(f"\n{args.kind} {point['x']:g}\n{report.table(point['peers'], 0)}")
     print(f"\n{file}\n{pictures.draw(result, file.with_suffix('.png'))}")
@@ -84,20 +87,21 @@ def _point(line: Lineup, plan: Plan, title: str, repeats: int) -> dict[str, repo
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind, default, unit in (
-        ("concurrency", _CONCURRENCY, "requests in flight"),
-        ("arrivals", _RATES, "requests a second"),
+    for kind, default, unit, scale, peers in (
+        ("concurrency", _CONCURRENCY, "requests in flight", 1.0, _FASTEST),
+        ("arrivals", _RATES, "requests a second", 1.0, _FASTEST),
+        ("normalised", _SHORT_RATES, "requests a second", 0.2, ["locked", "static", *_FASTEST]),
     ):
         sub = kinds.add_parser(kind, help=f"measure and draw; points are {unit}")
         sub.set_defaults(default=default)
         sub.add_argument("--points", type=_numbers, metavar="A,B", help=f"{unit}; default: {','.join(map(str, default))}")
-        sub.add_argument("--peers", type=lineup.names, default=["generate_batch", "hf_cb"], metavar="A,B")
+        sub.add_argument("--peers", type=lineup.names, default=peers, metavar="A,B", help=f"default: {','.join(peers)}")
         sub.add_argument("--model", help="an id or a folder; default: the packaged SmolLM2-135M-Instruct")
         sub.add_argument("--shape", choices=list(shapes.SHAPES), help="a model of this form with random weights instead")
         sub.add_argument("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16")
         sub.add_argument("--repeats", type=int, default=1, help="rounds at each point; medians are drawn")
         sub.add_argument("--seed", type=int, default=0)
-        sub.add_argument("--scale", type=float, default=1.0, help="factor on all lengths, for quick runs")
+        sub.add_argument("--scale", type=float, default=scale, help="factor on all lengths (%(default)s)")
         sub.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="CBConfig fields for hf_cb")
         sub.add_argument("--out", type=Path, default=Path("out"), metavar="FOLDER")
     kinds.add_parser("draw", help="draw a JSON file again").add_argument("file", type=Path)

@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,39 @@ import hf_cb
 from demo.packaged_model import load
 
 
-def run(model: Any, args: argparse.Namespace, **options: Any) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Times are on `time.perf_counter()`'s clock."""
+
+    times: list[list[float]]  # of each stream's tokens
+    dropped: float  # when the long prompts came
+    done: float  # when the last of them was answered
+    seconds: float  # of the whole
+    first_tokens: list[float]  # seconds from each long prompt to its first token
+
+    def gaps(self) -> list[tuple[float, float]]:
+        """(seconds since the prompts came, seconds between two tokens of a stream), while the prompts came in."""
+        pairs = (pair for ts in self.times for pair in itertools.pairwise(ts))
+        return sorted((b - self.dropped, b - a) for a, b in pairs if self.dropped <= b <= self.done)
+
+    def figures(self, args: argparse.Namespace) -> dict[str, float]:
+        gaps = [gap for _, gap in self.gaps()]
+        tokens = args.streams * (16 + args.stream_tokens) + args.prompts * (args.prompt_tokens + 4)
+        return {
+            "itl_ms_median": 1e3 * statistics.median(gaps),
+            "itl_ms_p99": 1e3 * statistics.quantiles(gaps, n=100)[98],
+            "tokens_per_s": tokens / self.seconds,
+            "long_first_token_s": statistics.median(self.first_tokens),
+        }
+
+
+def ways(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """CBConfig fields by name."""
+    whole = {"max_batch_tokens": args.prompts * args.prompt_tokens + args.streams}
+    return {"whole": whole, "default": {}, "target": {**whole, "target_itl_ms": args.target_itl_ms}}
+
+
+def run(model: Any, args: argparse.Namespace, **options: Any) -> Round:
     """One round with these CBConfig fields."""
     rng = random.Random(args.seed)
     vocab = model.get_input_embeddings().num_embeddings
@@ -43,15 +76,7 @@ def run(model: Any, args: argparse.Namespace, **options: Any) -> dict[str, float
         done = time.perf_counter()
         for reader in readers:
             reader.join()
-        seconds = time.perf_counter() - began
-    gaps = [b - a for ts in times for a, b in itertools.pairwise(ts) if dropped <= b <= done]
-    tokens = args.streams * (16 + args.stream_tokens) + args.prompts * (args.prompt_tokens + 4)
-    return {
-        "itl_ms_median": 1e3 * statistics.median(gaps),
-        "itl_ms_p99": 1e3 * statistics.quantiles(gaps, n=100)[98],
-        "tokens_per_s": tokens / seconds,
-        "long_first_token_s": statistics.median(first_tokens),
-    }
+        return Round(times, dropped, done, time.perf_counter() - began, first_tokens)
 
 
 def _read(handle: hf_cb.GenerationHandle, times: list[float]) -> None:
@@ -71,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model, _ = load(args.model)
     model.generation_config.eos_token_id = None
-    whole = {"max_batch_tokens": args.prompts * args.prompt_tokens + args.streams}
-    ways = {"whole": whole, "default": {}, "target": {**whole, "target_itl_ms": args.target_itl_ms}}
-    figures = {name: run(model, args, **options) for name, options in ways.items()}
+    figures = {name: run(model, args, **options).figures(args) for name, options in ways(args).items()}
     figures["target / whole"] = {key: figures["target"][key] / value for key, value in figures["whole"].items()}
     for name, values in figures.items():
         print(f"{name:<16}" + "".join(f"{key} {value:<12.4g}" for key, value in values.items()))

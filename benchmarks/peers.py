@@ -41,7 +41,7 @@ def locked(model: Any, workload: Workload, progress: Progress, concurrency: int)
 
     def call(item: Item) -> Timed:
         clock = _Clock(lambda _: progress(1))
-        output = model.generate(**_inputs(model, item), max_new_tokens=item.output_length, streamer=clock)
+        output = model.generate(**inputs(model, item), max_new_tokens=item.output_length, streamer=clock)
         return _new_tokens(output, item), tuple(clock.times)
 
     with installed(model, backend="serialized"):
@@ -132,11 +132,6 @@ def hf_cb_generate(model: Any, workload: Workload, progress: Progress, concurren
     return with_step_times(engine, rows, wall)
 
 
-def hf_cb_compiled(model: Any, workload: Workload, progress: Progress, concurrency: int, **options: Any) -> Outcome:
-    """This package with torch.compile; what is compiled in the warm-up serves the measured runs as well."""
-    return hf_cb_generate(model, workload, progress, concurrency, **{**options, "compile": True})
-
-
 def hf_cb_submit(model: Any, workload: Workload, progress: Progress, concurrency: int, **options: Any) -> Outcome:
     """This package: `engine.submit`, from as many threads."""
     with installed(model, record_steps=ALL_STEPS, **options) as engine:
@@ -156,7 +151,6 @@ PEERS: Mapping[str, Callable[..., Outcome]] = {
     "generate_batch": generate_batch,
     "generate_batch_flash": generate_batch_flash,
     "hf_cb": hf_cb_generate,
-    "hf_cb_compiled": hf_cb_compiled,
     "hf_cb_submit": hf_cb_submit,
 }
 
@@ -197,7 +191,7 @@ def serve_by_generate(model: Any, workload: Workload, progress: Progress, concur
     """Rows without times, and the wall seconds, of threads that call the `generate` that is installed."""
 
     def call(item: Item) -> Timed:
-        tokens = _new_tokens(model.generate(**_inputs(model, item), max_new_tokens=item.output_length), item)
+        tokens = _new_tokens(model.generate(**inputs(model, item), max_new_tokens=item.output_length), item)
         progress(len(tokens))
         return tokens, ()
 
@@ -294,7 +288,7 @@ def _pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def _inputs(model: Any, item: Item) -> dict[str, torch.Tensor]:
+def inputs(model: Any, item: Item) -> dict[str, torch.Tensor]:
     ids = torch.tensor([item.prompt], device=model.device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # else a pad token in the prompt would be masked
 

@@ -35,6 +35,7 @@ _COLUMNS = (
     ("ttft_p99", "p99 s", 1, ".2f"),
     ("inter_token_p50", "ITL p50 ms", 1e3, ".0f"),
     ("inter_token_p99", "p99 ms", 1e3, ".0f"),
+    ("normalised_latency", "s/token", 1, ".3f"),
     ("kv_waste", "KV waste %", 100, ".1f"),
     ("mean_batch", "batch", 1, ".1f"),
     ("outside_model", "outside %", 100, ".1f"),
@@ -55,12 +56,13 @@ def figures(outcome: Outcome, whole: Workload, usage: Usage) -> Figures:
     """One run's figures; times in seconds, memory in bytes.
 
     A run over a subset is extrapolated to the whole workload by output tokens: `wall_seconds` grows by that factor and the
-    rates stay. Its time to first token would tell nothing about the whole queue, so it is None.
+    rates stay. Its time to first token and its latency would tell nothing about the whole queue, so they are None.
     """
     output_tokens = sum(len(row.tokens) for row in outcome.rows)
     prompt_tokens = sum(len(row.item.prompt) for row in outcome.rows)
     firsts = [row.token_times[0] - row.sent_at for row in outcome.rows]
     gaps = [b - a for row in outcome.rows for a, b in zip(row.token_times, row.token_times[1:], strict=False)]
+    per_token = [(row.token_times[-1] - row.sent_at) / len(row.tokens) for row in outcome.rows]
     complete = len(outcome.rows) == len(whole.items)
     return {
         "output_tokens_per_second": output_tokens / outcome.wall_seconds,
@@ -69,6 +71,7 @@ def figures(outcome: Outcome, whole: Workload, usage: Usage) -> Figures:
         "ttft_p99": percentile(firsts, 99) if complete else None,
         "inter_token_p50": percentile(gaps, 50),
         "inter_token_p99": percentile(gaps, 99),
+        "normalised_latency": statistics.mean(per_token) if complete else None,
         "kv_waste": outcome.kv_waste,
         "mean_batch": output_tokens / outcome.steps,
         "outside_model": outcome.outside_model,

@@ -123,7 +123,7 @@ def draw(static: Panel, continuous: Panel, title: str) -> Figure:
     axes = figure.subplots(2, 1, sharex=True)
     end = max(static.timeline.num_iterations, continuous.timeline.num_iterations)
     for ax, panel in zip(axes, (static, continuous), strict=True):
-        _draw_panel(ax, panel, end)
+        draw_panel(ax, panel, end)
     saved = static.timeline.num_iterations - continuous.timeline.num_iterations
     if saved > 0.08 * end:
         _draw_saving(axes[1], continuous.timeline, saved)
@@ -133,7 +133,7 @@ def draw(static: Panel, continuous: Panel, title: str) -> Figure:
     return figure
 
 
-def _draw_panel(ax: Axes, panel: Panel, end: int) -> None:
+def draw_panel(ax: Axes, panel: Panel, end: int) -> None:
     timeline = panel.timeline
     for span in timeline.spans:
         _draw_span(ax, span, end)

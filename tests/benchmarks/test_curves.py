@@ -32,7 +32,7 @@ def model() -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize(("kind", "points"), [("concurrency", "1,2"), ("arrivals", "20,40")])
+@pytest.mark.parametrize(("kind", "points"), [("concurrency", "1,2"), ("arrivals", "20,40"), ("normalised", "80,160")])
 def test_a_curve_is_measured_and_drawn(kind, points, model, monkeypatch, tmp_path):
     monkeypatch.setattr(curves.subject, "load", lambda *_: Subject(model, "nowhere", [i % 40 for i in range(2000)]))
     curves.main([kind, "--points", points, "--scale", "0.02", "--out", str(tmp_path), "--peers", "locked,hf_cb"])

@@ -55,6 +55,7 @@ def test_figures_of_a_whole_run():
         "ttft_p99": 1.5,  # from the moment of sending
         "inter_token_p50": 0.5,
         "inter_token_p99": 1.0,
+        "normalised_latency": (1.5 / 2 + 3.5 / 4) / 2,
         "kv_waste": 0.25,
         "mean_batch": 1.5,
         "outside_model": 0.1,

@@ -171,14 +171,3 @@ def test_graphs_on_and_off(name: str) -> None:
     if "flash" not in stats.attention_backend:
         pytest.skip(f"nothing was captured: {stats.graph_reason}")
     assert stats.graphs > 3, stats.graph_reason
-
-
-@pytest.mark.parametrize("graph_memory", [0, "1GiB"])
-def test_compiled(graph_memory: int | str) -> None:
-    model = models.tiny("llama", head_dim=16).to(CUDA, torch.bfloat16)
-    with hf_cb.continuous_batching(model, graph_memory=0) as engine:
-        want = logprobs(engine)
-    with hf_cb.continuous_batching(model, graph_memory=graph_memory, compile=True) as engine:
-        assert "3 layers" in engine.stats().compile_reason
-        for _ in range(3):
-            assert all(map(same_as_far_as_half_precision_goes, logprobs(engine), want))
