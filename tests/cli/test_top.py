@@ -6,10 +6,10 @@ import io
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import fake_server
 import pytest
+import recorded
 from rich.console import Console
 from terminal import CTRL_C, Terminal
 
@@ -20,8 +20,7 @@ from hf_cb.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.timeout(20)
 
-# 24 callers of SmolLM2-135M-Instruct with 16 slots, and two of a tiny model, 12 seconds apart; the help is left out.
-EARLIER, LATER = ((Path(__file__).parent / name).read_text() for name in ("earlier.txt", "later.txt"))
+EARLIER, LATER = recorded.text(recorded.EARLIER), recorded.text(recorded.LATER)
 MODEL = "SmolLM2-135M-Instruct"
 
 
