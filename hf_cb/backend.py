@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import Pipeline, PreTrainedModel
+from typing_extensions import override
 
 from hf_cb import forks
 from hf_cb.blocking import holding
@@ -111,18 +112,20 @@ class GenerationBackend(abc.ABC):
 class SerializedBackend(GenerationBackend):
     """A lock round plain generate: what people do today, and the baseline to measure against."""
 
+    @override
     def attach(self) -> None:
-        """Nothing to prepare."""
+        pass
 
+    @override
     def detach(self) -> None:
-        """Nothing to release."""
+        pass
 
+    @override
     def why_not(self, call: dict[str, Any]) -> str | None:
-        """Every call is plain generate."""
         return None
 
+    @override
     def generate(self, arguments: dict[str, Any], seed: int | None, service: Service) -> Any:
-        """Wait for the lock, then run plain generate."""
         return self.plain(arguments, seed)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from hf_cb.backend import GenerationBackend, plain_generate
 from hf_cb.blocking import holding
@@ -70,14 +71,14 @@ class ContinuousBatchingBackend(GenerationBackend):
         self._fingerprint: Fingerprint | None = None
         self._marks: tuple[Fingerprint | None, Marks | None] = None, None  # of the weights, and with which look
 
+    @override
     def renew_locks(self) -> None:
-        """Make the locks; anew in a forked child."""
         super().renew_locks()
         self._freshness_lock = threading.RLock()
         self._shared_look = SharedLook()
 
+    @override
     def attach(self) -> None:
-        """Make and probe the twin. A model that cannot be served is attached all the same: all of its calls run natively."""
         fingerprint, served, reason = self._build()
         backend = weakref.ref(self)  # an engine does not keep its backend, nor the model, alive
 
@@ -89,13 +90,13 @@ class ContinuousBatchingBackend(GenerationBackend):
         self.engine = Engine(self._intake)
         self._fingerprint = fingerprint
 
+    @override
     def detach(self) -> None:
-        """Finish the requests there are and end the engine's thread."""
         self._is_detached = True
         self.engine.shutdown(drain=True)
 
+    @override
     def why_not(self, call: dict[str, Any]) -> str | None:
-        """The engine's reason for the model, or the call's own."""
         if self._own_generate not in (None, plain_generate(self.model)):  # a copy of an installed model has the latter
             return "the model has a generate of its own"
         return self._intake.reason or why_native(self.model, call, self._intake.zeros_are_none)

@@ -193,7 +193,7 @@ class EngineCore:
 
     @property
     def load(self) -> Load:
-        """How busy it is."""
+        """How many requests run and wait, and what is free."""
         scheduler = self.scheduler
         return Load(scheduler.num_running, scheduler.num_waiting, scheduler.num_seats, scheduler.memory.blocks_used)
 

@@ -193,7 +193,7 @@ class RequestOwner(Protocol):
         """Cancel a request."""
 
     def forget(self, request_id: int) -> None:
-        """The same, without a lock."""
+        """Cancel a request without taking a lock."""
 
     def refuse_own_thread(self, name: str) -> None:
         """Raise UnsupportedCallError on the thread that would have to answer: waiting there would never end."""
@@ -214,7 +214,7 @@ class GenerationHandle:
 
     @property
     def request_id(self) -> int:
-        """Unique in this process."""
+        """The request's number, unique in this process."""
         return self._queue.request.request_id
 
     @property

@@ -73,7 +73,7 @@ class Deadlines:
 
     @property
     def is_due(self) -> bool:
-        """Whether one has passed."""
+        """Whether a deadline has passed."""
         left = self.seconds_left()
         return left is not None and left <= 0
 

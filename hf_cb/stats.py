@@ -31,7 +31,7 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many figures."""
+        """How many figures were counted."""
         return sum(self.counts)
 
 
@@ -44,7 +44,7 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one."""
+        """Count a figure."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 

@@ -81,11 +81,11 @@ class NativeCPUBackend(AttentionBackend):
 
 
 def arguments(step: AttentionStep, plan: object) -> tuple[torch.Tensor, ...]:
-    """Of a step, as the kernels take them."""
+    """A step and its plan as the arguments of the kernels."""
     assert isinstance(plan, _Plan)
     return step.slot_mapping, step.block_table, plan.pieces, plan.merges, plan.partials
 
 
 def spec_arguments(spec: LayerSpec) -> tuple[float, int | None, int | None, float | None]:
-    """Of a layer."""
+    """What the kernels take of a layer: scale, window, chunk, softcap."""
     return spec.scale, spec.window, spec.chunk, spec.softcap

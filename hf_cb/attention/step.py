@@ -76,7 +76,7 @@ class LayerSpec:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of the cache."""
+        """The dtype in which the cache keeps keys and values."""
         return self.kv_dtype or self.dtype
 
     @property

@@ -39,13 +39,13 @@ def add_command(commands: Commands, name: str, help: str, description: str, exam
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """How a model is loaded."""
+    """Add the options that say how a model is loaded."""
     add_device(parser)
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (default: auto, the checkpoint's own)")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Where to compute."""
+    """Add the option that says where to compute."""
     parser.add_argument("--device", help="such as cpu, cuda, cuda:1 (default: the GPU if there is one)")
 
 

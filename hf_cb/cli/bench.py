@@ -42,7 +42,7 @@ class Figures:
 
     @classmethod
     def of(cls, answers: Sequence[Answered], concurrency: int) -> Figures:
-        """Of all requests of a run."""
+        """Reckon the figures of all requests of a run."""
         seconds = max(a.finished_at for a in answers) - min(a.submitted_at for a in answers)
         output = sum(a.num_output_tokens for a in answers)
         first = [a.first_token_at - a.submitted_at for a in answers]
@@ -162,7 +162,7 @@ def put_all(target: Target, num_requests: int, concurrency: int, on_end: Callabl
 
 
 def lines(name: str, figures: Figures) -> list[str]:
-    """The figures, for people."""
+    """The figures as lines for people to read."""
     f = figures
     said = [
         name,

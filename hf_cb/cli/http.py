@@ -38,7 +38,7 @@ class Http:
             raise InvalidArgumentError("--api-key: takes printable ASCII")
 
     def get(self, path: str) -> str:
-        """The body of an answer."""
+        """Ask for a path, and return the body of the answer."""
         connection, response = self._ask("GET", path, None)
         with connection, self._reading():
             return response.read().decode("utf-8", "replace")

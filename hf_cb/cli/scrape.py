@@ -67,7 +67,7 @@ class Between:
         return _rise(self.before.value(model, name, **labels), self.after.value(model, name, **labels))
 
     def rate(self, model: str, name: str, **labels: str) -> float:
-        """The same, a second."""
+        """By how much a counter has grown, per second."""
         return self.rise(model, name, **labels) / max(1e-9, self.after.at - self.before.at)
 
     def quantile(self, model: str, name: str, q: float) -> float | None:
@@ -108,22 +108,22 @@ class History:
         self._scrapes: list[Scrape] = []
 
     def add(self, scrape: Scrape) -> None:
-        """Put the next one."""
+        """Append a scrape."""
         self._scrapes.append(scrape)
         while len(self._scrapes) > 2 and scrape.at - self._scrapes[1].at >= self._seconds:
             self._scrapes.pop(0)
 
     @property
     def latest(self) -> Scrape:
-        """The newest."""
+        """The newest scrape."""
         return self._scrapes[-1]
 
     def last(self) -> Between:
-        """The newest two."""
+        """The newest two scrapes."""
         return Between(self._scrapes[-2 if len(self._scrapes) > 1 else -1], self._scrapes[-1])
 
     def window(self) -> Between:
-        """The oldest and the newest."""
+        """The oldest scrape and the newest."""
         return Between(self._scrapes[0], self._scrapes[-1])
 
     def rates(self, model: str, name: str) -> Sequence[float]:

@@ -50,7 +50,7 @@ class EngineTarget:
         return random.Random(index).choices(self._ids, k=self._prompt_tokens)
 
     def ask(self, index: int) -> Answered:
-        """Through `Engine.submit`."""
+        """Answer by `Engine.submit`."""
         options = {"max_new_tokens": self._new_tokens, "eos_token_id": None, "do_sample": False}
         result = self._served.engine.submit(self.prompt(index), **options).result()
         times = (result.submitted_at, result.first_token_at, result.finished_at)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from typing_extensions import override
+
 from hf_cb.core.policy import Policy
 from hf_cb.core.sequence import Sequence
 
@@ -30,20 +32,20 @@ class Fair(Policy):
         self._last: str | None = None  # the tenant whose queue was the latest to become empty
         self._count = 0
 
+    @override
     def enqueue(self, seq: Sequence) -> None:
-        """`seq` waits behind its tenant's others."""
         self._queue(seq)[seq.request_id] = seq
         self._count += 1
 
+    @override
     def put_back(self, seq: Sequence) -> None:
-        """`seq` waits in front of its tenant's others."""
         queue = self._queue(seq)
         queue[seq.request_id] = seq
         queue.move_to_end(seq.request_id, last=False)
         self._count += 1
 
+    @override
     def remove(self, seq: Sequence) -> None:
-        """`seq` waits no more."""
         tenant = seq.request.service.tenant
         queue = self._queues[tenant]
         del queue[seq.request_id]
@@ -52,19 +54,19 @@ class Fair(Policy):
             del self._queues[tenant]
             self._last = tenant
 
+    @override
     def next_waiting(self) -> Sequence | None:
-        """The first of the tenant that was served least."""
         if not self._queues:
             return None
         tenant = min(self._queues, key=self._served.__getitem__)
         return next(iter(self._queues[tenant].values()))
 
+    @override
     def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """The latest arrival of the tenant that was served most."""
         return max(running, key=lambda seq: (self._served.get(seq.request.service.tenant, 0), seq.arrival))
 
+    @override
     def charge(self, seq: Sequence, prompt_tokens: int, output_tokens: int) -> None:
-        """Add to the tenant's counter."""
         tenant = seq.request.service.tenant
         cost = PROMPT_COST * prompt_tokens + OUTPUT_COST * output_tokens
         self._served[tenant] = self._served.get(tenant, 0) + cost

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from hf_cb.core.sequence import Sequence
 
 
@@ -41,7 +43,7 @@ class Policy(Protocol):
         return
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many sequences wait."""
         ...
 
 
@@ -51,25 +53,25 @@ class FCFS(Policy):
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
 
+    @override
     def enqueue(self, seq: Sequence) -> None:
-        """`seq` waits behind all others."""
         self._waiting[seq.request_id] = seq
 
+    @override
     def put_back(self, seq: Sequence) -> None:
-        """`seq` waits in front of all others: they arrived later, or they would have been preempted before it."""
         self._waiting[seq.request_id] = seq
         self._waiting.move_to_end(seq.request_id, last=False)
 
+    @override
     def remove(self, seq: Sequence) -> None:
-        """`seq` waits no more."""
         del self._waiting[seq.request_id]
 
+    @override
     def next_waiting(self) -> Sequence | None:
-        """The first in the queue."""
         return next(iter(self._waiting.values()), None)
 
+    @override
     def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """The latest arrival."""
         return max(running, key=lambda seq: seq.arrival)
 
     def __len__(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+from typing_extensions import override
+
 from hf_cb.core.policy import Policy
 from hf_cb.core.sequence import Sequence
 
@@ -24,19 +26,19 @@ class Priority(Policy):
         self._waiting: dict[int, Sequence] = {}
         self._heap: list[tuple[tuple[float, int], int]] = []  # (rank, request id), with some that wait no more
 
+    @override
     def enqueue(self, seq: Sequence) -> None:
-        """`seq` waits in its place."""
         self._waiting[seq.request_id] = seq
         heapq.heappush(self._heap, (self._rank(seq), seq.request_id))
 
     put_back = enqueue
 
+    @override
     def remove(self, seq: Sequence) -> None:
-        """`seq` waits no more."""
         del self._waiting[seq.request_id]
 
+    @override
     def next_waiting(self) -> Sequence | None:
-        """The first by rank."""
         while self._heap:
             seq = self._waiting.get(self._heap[0][1])
             if seq is not None:
@@ -44,8 +46,8 @@ class Priority(Policy):
             heapq.heappop(self._heap)
         return None
 
+    @override
     def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """The last by rank."""
         return max(running, key=self._rank)
 
     def __len__(self) -> int:

@@ -59,7 +59,7 @@ class Probe:
 
     @property
     def specs(self) -> list[LayerSpec]:
-        """Theirs."""
+        """What each of these layers asks of attention."""
         return self._observer.specs
 
     def observe(self) -> None:

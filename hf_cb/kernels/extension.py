@@ -45,7 +45,7 @@ class BuildError(Exception):
         self._told = False
 
     def is_news(self) -> bool:
-        """True the first time."""
+        """Whether nobody has been told of it yet; True the first time."""
         told, self._told = self._told, True
         return not told
 
@@ -184,7 +184,7 @@ def _can_write(folder: Path) -> bool:
 
 @functools.cache
 def _temporary_folder() -> Path:
-    """For this process alone."""
+    """A folder that lasts as long as this process."""
     folder = tempfile.mkdtemp(prefix="hf_cb-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

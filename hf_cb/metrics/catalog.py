@@ -100,7 +100,7 @@ METRICS = (
 
 
 def markdown() -> str:
-    """The table of the docs."""
+    """The metrics as a table for the docs."""
     lines = ["| metric | kind | |", "|---|---|---|"]
     for metric in METRICS:
         own = f" (label `{metric.label}`)" if metric.label else ""

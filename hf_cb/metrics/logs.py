@@ -50,7 +50,7 @@ class RequestLog:
         return client_request_id.get()
 
     def ended(self, record: RequestRecord, note: str | None) -> None:
-        """Log it."""
+        """Log a request that has ended."""
         is_fine = record.is_answered or record.finish_reason is FinishReason.CANCELLED
         level = logging.INFO if is_fine else logging.WARNING
         if self._logger.isEnabledFor(level):

@@ -45,7 +45,7 @@ class RequestTracer:
         return context.get_current()
 
     def ended(self, record: RequestRecord, note: Context) -> None:
-        """Let its spans be made."""
+        """Hand a request that has ended to the thread that makes its spans."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hf_cb-spans", daemon=True)
             self._thread.start()

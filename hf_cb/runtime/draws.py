@@ -29,7 +29,7 @@ class Draws(Protocol):
 
 
 class TorchDraws:
-    """torch's own."""
+    """Draws by torch's own generator and `multinomial`."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)

@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, step: AttentionStep) -> Sizes:
-        """The step's, rounded up."""
+        """The sizes of a step, rounded up."""
         rows, width = step.block_table.shape
         keys = max(step.max_seqlen_k, width * step.block_size, _FEWEST_KEYS)
         return cls(_rounded(rows), 1 << (keys - 1).bit_length())
@@ -151,7 +151,7 @@ class DecodeGraphs:
 
     @property
     def count(self) -> int:
-        """Graphs that there are."""
+        """How many graphs there are."""
         return len(self._graphs)
 
     @property

@@ -112,7 +112,7 @@ def build_input_batch(
 
 
 class _Asked(NamedTuple):
-    """Which logits are wanted."""
+    """Which logits of a step are wanted."""
 
     indices: np.ndarray  # [m] packed positions
     sampling_ids: tuple[int, ...]

@@ -76,7 +76,7 @@ class _Found:
         return is_right and key not in self.stopped and tokens[-1] not in self.rows[key].eos_token_ids
 
     def result(self) -> StepResult:
-        """All of it."""
+        """Everything that was found, as the result of the step."""
         notes = {key: tuple(notes) for key, notes in self.notes.items() if key in self.tokens}
         return StepResult(self.tokens, self.errors, frozenset(self.stopped), notes)
 

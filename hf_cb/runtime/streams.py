@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 _ALIGNMENT = 16  # bytes: of each array in an upload
 _DTYPES = {"int32": torch.int32, "int64": torch.int64}
@@ -54,16 +55,16 @@ class HostStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @override
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """See Streams."""
         return [torch.from_numpy(array).to(self._device) for array in arrays]
 
+    @override
     def download(self, *tensors: torch.Tensor) -> Download:
-        """See Streams."""
         return _Here(tensors)
 
+    @override
     def swapping(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """See Streams."""
         return contextlib.nullcontext()
 
 
@@ -76,7 +77,7 @@ class _Here(Download):
 
 
 class CudaStreams(Streams):
-    """Of a CUDA device."""
+    """The streams of a CUDA device."""
 
     waits = False
 
@@ -84,8 +85,8 @@ class CudaStreams(Streams):
         self._device = device
         self._swapping: dict[torch.device, torch.cuda.Stream] = {}
 
+    @override
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """All in one copy, from memory that torch takes back when that is done."""
         ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
         host = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True, device="cpu")
         starts = [0, *ends[:-1].tolist()]
@@ -93,8 +94,8 @@ class CudaStreams(Streams):
             part.numpy()[...] = array
         return _parts(arrays, host.to(self._device, non_blocking=True), starts)
 
+    @override
     def download(self, *tensors: torch.Tensor) -> Download:
-        """See Streams."""
         there = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu") for tensor in tensors)
         for target, tensor in zip(there, tensors, strict=True):
             target.copy_(tensor, non_blocking=True)
@@ -103,8 +104,8 @@ class CudaStreams(Streams):
         return _Coming(there, done)
 
     @contextlib.contextmanager
+    @override
     def swapping(self, device: torch.device) -> Iterator[None]:
-        """See Streams."""
         if device.type != "cuda":
             yield
             return
@@ -142,5 +143,5 @@ def to_device(values: Sequence[float] | np.ndarray, dtype: torch.dtype, device: 
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Those of a device."""
+    """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams(device)

@@ -28,7 +28,7 @@ class SwapSpace:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Tokens of a block."""
         return self._cache.block_size
 
     @property

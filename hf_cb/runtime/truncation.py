@@ -49,7 +49,7 @@ def filter_by_head(scores: torch.Tensor, params: Sequence[SamplingParams]) -> li
 
 
 class _Head(NamedTuple):
-    """What is kept of each row."""
+    """The most probable tokens of each row."""
 
     values: torch.Tensor  # [n, length], -inf for tokens that are not
     indices: torch.Tensor  # [n, length]

@@ -29,7 +29,7 @@ class SeenTokens:
 
     @property
     def ids(self) -> np.ndarray:
-        """[n] int64."""
+        """The distinct ids, [n] int64."""
         return self._table[0, : len(self._places)]
 
     @property

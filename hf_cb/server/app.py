@@ -37,7 +37,7 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All of them."""
+    """The models that are served."""
 
     object: str
     data: list[ModelCard]
@@ -104,7 +104,7 @@ def _add_generation(app: FastAPI, hosts: dict[str, Host], settings: ServerSettin
 
     @app.post("/v1/completions", responses={**_ERRORS, 200: {**_EVENTS, "model": Completion}}, response_model=None)
     async def complete(request: Request, body: CompletionBody) -> Response:
-        """Headers as for chats."""
+        """Continue texts. It takes the headers that chats take."""
         return reply(request, body, CompletionReply)
 
 

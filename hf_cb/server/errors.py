@@ -56,12 +56,12 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """The error as the JSON object that clients expect."""
         detail = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": detail}
 
     def response(self) -> JSONResponse:
-        """As an answer."""
+        """The error as a response with its status and headers."""
         return JSONResponse(self.body(), self.status, dict(self.headers))
 
 

@@ -36,7 +36,7 @@ class Gate:
         self._settings = settings
 
     def drain(self) -> None:
-        """Take no more."""
+        """Refuse requests from now on."""
         self.is_draining = True
 
     def wrap(self, app: ASGIApp) -> ASGIApp:

@@ -30,18 +30,18 @@ class Asked:
     samples: int
 
     def cancel(self) -> None:
-        """End what has not ended."""
+        """Cancel the choices that have not ended."""
         for reading in self.readings:
             reading.handle.cancel()
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all choices, so far."""
+        """Tokens of all choices so far."""
         return sum(reading.num_tokens for reading in self.readings)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompts."""
+        """Tokens of the prompts that the prefix cache had."""
         return sum(reading.handle.num_cached_tokens for reading in self.readings[:: self.samples])
 
 

@@ -31,7 +31,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(TypedDict):
-    """Of a message, or of a piece of it."""
+    """Log-probabilities of a message, or of a piece of it."""
 
     content: list[TokenLogprob]
     refusal: None
@@ -76,7 +76,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def chat(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """The chat's form."""
+        """Log-probabilities in the form of chats."""
         content: list[TokenLogprob] = [
             {
                 **self._top(token, found.logprob),

@@ -55,7 +55,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Of a stream alone."""
+    """Options that only a stream has."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -128,7 +128,7 @@ class TextPart(Body):
 
 
 class CalledFunction(Body):
-    """`arguments`: JSON."""
+    """A function that was called. `arguments`: JSON."""
 
     name: str
     arguments: Text
@@ -214,7 +214,7 @@ class ChatBody(Common):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Under whichever name."""
+        """The most tokens of an answer, under whichever name it came."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -249,7 +249,7 @@ class CompletionBody(Common):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """As asked for."""
+        """The most tokens of an answer."""
         return self.max_tokens
 
     @property
@@ -258,7 +258,7 @@ class CompletionBody(Common):
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
-        """One by one."""
+        """The prompts one by one."""
         several: Any = self.prompt
         if isinstance(several, str) or isinstance(several[0], int):
             return [several]

@@ -16,7 +16,7 @@ from hf_cb.server.reading import Piece
 
 
 class PromptTokens(TypedDict):
-    """Of a usage's prompt tokens."""
+    """Details of the prompt tokens of a usage."""
 
     cached_tokens: int
 
@@ -39,7 +39,7 @@ class AnswerMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One answer."""
+    """One answer of a chat."""
 
     index: int
     message: AnswerMessage
@@ -59,7 +59,7 @@ class ChatCompletion(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """One continuation."""
+    """One continuation of a prompt."""
 
     index: int
     text: str
@@ -97,7 +97,7 @@ class Reply(abc.ABC):
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage()}
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A piece of a choice."""
+        """A piece of a choice, as an event of the stream."""
         choice = self._chunk_choice(index, piece)
         usage = {"usage": None} if self._body.wants_usage else {}
         return {**self._head, "object": self.chunk_object, "choices": [choice], **usage}
@@ -119,15 +119,15 @@ class Reply(abc.ABC):
 
     @abc.abstractmethod
     def _choice(self, index: int, piece: Piece) -> Any:
-        """A whole choice."""
+        """A choice as the whole reply has it."""
 
     @abc.abstractmethod
     def _chunk_choice(self, index: int, piece: Piece) -> Any:
-        """A part of one."""
+        """A choice as an event of the stream has it."""
 
 
 class ChatReply(Reply):
-    """Of /v1/chat/completions."""
+    """Replies of /v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -148,7 +148,7 @@ class ChatReply(Reply):
 
 
 class CompletionReply(Reply):
-    """Of /v1/completions."""
+    """Replies of /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 

@@ -46,7 +46,7 @@ class HttpServer(uvicorn.Server):
         metrics: Metrics | None = None,
         on_ready: Callable[[str], None] | None = None,
     ) -> None:
-        """Raises as `serve` does."""
+        """Make the server; raises what `serve` raises."""
         settings.check_bind()
         app = create_app(models, settings, metrics)
         super().__init__(

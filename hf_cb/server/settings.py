@@ -55,7 +55,7 @@ class ServerSettings:
 
     @property
     def family(self) -> socket.AddressFamily:
-        """Of the address."""
+        """The family of the address: IPv4 or IPv6."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
     def key_index(self, key: str) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Those of one request, none of them empty."""
+    """The stop strings of one request, none of them empty."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)

@@ -28,7 +28,7 @@ def number_of(name: str, value: Any) -> Any:
 
 
 def whole(name: str, value: Any) -> int:
-    """The same of what must be a whole number."""
+    """The value of an option that must be a whole number."""
     number = number_of(name, value)
     if not isinstance(number, numbers.Integral):
         raise GoNativeError(f"option {name} is no whole number")

@@ -162,7 +162,7 @@ class Part:
 
     @property
     def width(self) -> int:
-        """How many rows."""
+        """How many rows choose together."""
         return int(self.rows.stop - self.rows.start)
 
 

@@ -36,7 +36,7 @@ class Surroundings:
             return function(*args)
 
     def copy(self) -> Surroundings:
-        """The same, for another thread."""
+        """A copy of these surroundings for another thread."""
         made = copy.copy(self)
         made._context = self._context.copy()
         return made

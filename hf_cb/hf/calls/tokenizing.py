@@ -21,7 +21,7 @@ forks.renewed_in_child(globals(), _lock=threading.RLock)
 
 
 def tokenizing() -> AbstractContextManager[object]:
-    """The lock."""
+    """The lock, for a `with` statement."""
     return _lock
 
 

@@ -24,7 +24,7 @@ class StandIn:
         self._more = more
 
     def __call__(self, hidden_states: torch.Tensor, **others: Any) -> Any:
-        """As the part is called."""
+        """Note what is given, and answer with the noise."""
         self.given.append(hidden_states.clone())
         self.others = others
         answer = self.answer.clone()  # it may be written to
@@ -41,7 +41,7 @@ def scales(dtype: torch.dtype) -> tuple[float, ...]:
 
 
 def noise(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """The same numbers for the same seed."""
+    """Random numbers of this shape, the same for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu").to(dtype)
 
 

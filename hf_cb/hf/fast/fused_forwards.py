@@ -41,12 +41,12 @@ class Attention:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Of queries, keys and values."""
+        """Numbers of heads of queries, keys and values."""
         return self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads
 
     @property
     def size(self) -> int:
-        """Of a head."""
+        """Numbers of one head."""
         return self.spec.head_size
 
     @property
@@ -90,7 +90,7 @@ class Norm:
 
     @property
     def numbers(self) -> tuple[torch.Tensor, float, float, bool]:
-        """As the kernels take them."""
+        """The weight and the settings as the kernels take them."""
         return self.weight, self.eps, self.offset, self.late
 
 
@@ -127,7 +127,7 @@ class FusedLayer:
 
     @property
     def packs(self) -> tuple[Pack, Pack, Pack, Pack]:
-        """Of its products, in their order."""
+        """The packs of the layer's products, in their order."""
         return self.attention.joined, self.attention.out, self.mlp.inner, self.mlp.down
 
     @property

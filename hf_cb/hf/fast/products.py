@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from hf_cb.kernels.extension import BuildError, has_matrix_unit, load
 
@@ -27,7 +28,7 @@ class Packed(Protocol):
 
 
 class Products(Protocol):
-    """A way to compute them."""
+    """A way to compute products with packed weights."""
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         """A copy of weight [out, in], contiguous, and bias [out]."""
@@ -50,11 +51,11 @@ def kernels_panel() -> int:
     return int(torch.ops.hf_cb.panel())
 
 
-class OwnProducts:
-    """By the compiled kernels."""
+class OwnProducts(Products):
+    """Products by the compiled kernels."""
 
+    @override
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> OwnPacked:
-        """See `Products.pack`."""
         packed = torch.ops.hf_cb.pack(weight)
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, packed.shape[0] * packed.shape[2] - len(bias)))
@@ -62,16 +63,16 @@ class OwnProducts:
 
 
 @dataclass(slots=True)
-class OwnPacked:
-    """See csrc/linear.h."""
+class OwnPacked(Packed):
+    """A weight in the panels of csrc/linear.h."""
 
     weight: torch.Tensor  # [panels, steps, columns, depth of a step]
     bias: torch.Tensor | None  # [panels * columns] float32
     width: int
     matrix: bool  # whether to go through AMX
 
+    @override
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Packed.product`."""
         return torch.ops.hf_cb.linear(x, self.weight, self.bias, self.width, self.matrix)  # type: ignore[no-any-return]
 
     def gated(self, x: torch.Tensor, activation: int, swapped: bool) -> torch.Tensor:
@@ -81,22 +82,22 @@ class OwnPacked:
         )
 
 
-class LibraryProducts:
-    """By oneDNN."""
+class LibraryProducts(Products):
+    """Products by oneDNN."""
 
+    @override
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _LibraryPacked:
-        """See `Products.pack`."""
         return _LibraryPacked(torch.ops.mkldnn._reorder_linear_weight(weight, _TOKENS_HINT), bias, len(weight))
 
 
 @dataclass(slots=True)
-class _LibraryPacked:
+class _LibraryPacked(Packed):
     weight: torch.Tensor  # in an order of the library's own
     bias: torch.Tensor | None
     width: int
 
+    @override
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Packed.product`."""
         if not x.numel():  # no row of the step needs logits, and the library takes no empty input
             return x.new_empty((*x.shape[:-1], self.width))
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]

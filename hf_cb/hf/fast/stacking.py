@@ -26,7 +26,7 @@ _FAR = 1 << 15  # tokens: some rotary embeddings keep a table as long as the far
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Of some layers in the order of their calls."""
+    """Which of some layers, in the order of their calls, may be one call."""
 
     follows: tuple[bool, ...]  # whether each but the first takes what the one before gives, which nobody else sees
     selects: bool  # whether of what the last one gives only the tokens matter whose logits are wanted
@@ -68,7 +68,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _StandIn:
-    """In a layer's place."""
+    """What stands in a layer's place."""
 
     def __init__(self, answer: torch.Tensor, watch: _Watch) -> None:
         self.answer = answer
@@ -79,7 +79,7 @@ class _StandIn:
         self._watch = watch
 
     def __call__(self, hidden_states: torch.Tensor, *, position_embeddings: object, **_: Any) -> torch.Tensor:
-        """As the layer is called."""
+        """Note what is given, and answer with noise."""
         self.calls += 1
         self.given, self.turns = hidden_states, position_embeddings
         self.began = self.ended = self._watch.count
@@ -104,7 +104,7 @@ class _Trial:
     positions: torch.Tensor
 
     def chain(self) -> Chain:
-        """What is seen here."""
+        """What the run has shown of the layers."""
         everything = torch.arange(len(self.positions), device=self.x.device, dtype=torch.int64)
         some = everything[[-1, len(everything) // 2]]
         count = len(self.layers)

@@ -167,7 +167,7 @@ class _Failed(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What is done to the items."""
+    """What one call of a pipeline does to its items."""
 
     prepare: Callable[[Any], Any]
     forward: Callable[[list[Any]], list[Any]]  # of the items of one batch

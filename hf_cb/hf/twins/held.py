@@ -225,6 +225,6 @@ def within(parts: Parts, others: Parts) -> bool:
 
 
 def joined(some: Parts, others: Parts) -> Parts:
-    """What is in either."""
+    """What is in either of two books."""
     common = {name: joined(some[name], others[name]) if some[name] and others[name] else {} for name in some if name in others}
     return {**some, **others, **common}
