@@ -7,10 +7,12 @@ HF_TESTS :=
 PEFT_TESTS :=
 
 BIN := $(VENV)/bin
+# A process for each of two cores, with one thread each; a file's tests stay together, for what they share.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo chat test hf-tests sanitize bench peers evaluate clean
+.PHONY: help docs demo chat lint kernels check test soak hf-tests sanitize bench peers evaluate clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -21,13 +23,23 @@ demo: $(VENV)/.demo ## 32 threads share one model: plain generate() against hf_c
 chat: $(VENV)/.demo ## a chat page for many people at once, with a live look at the engine (MODEL=id or folder, ARGS=more options)
 	$(BIN)/python -m demo.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
-test: $(VENV)/.dev ## format, lint, types, tests (ARGS=for pytest)
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+kernels: $(VENV)/.dev
 	$(BIN)/python -m demo.packaged_model
 	$(BIN)/python -m hf_cb.kernels
-	$(BIN)/python -m pytest $(ARGS)
+
+check: lint kernels ## format, lint, types, and the tests that start no processes, servers or real models (ARGS=for pytest)
+	$(PYTEST) -m "not slow and not soak" $(ARGS)
+
+test: lint kernels ## format, lint, types, and all tests but the soaks (ARGS=for pytest)
+	$(PYTEST) --durations 20 $(ARGS)
+
+soak: kernels ## the tests that only a release needs, for as long as they take (ARGS=for pytest)
+	$(BIN)/python -m pytest -m soak --durations 20 $(ARGS)
 
 hf-tests: $(VENV)/.demo ## transformers' own generation tests, plain and with hf_cb, in an environment of its own (1.5 GB; HF_TESTS=a checkout of transformers, PEFT_TESTS=one of PEFT, ARGS=more options)
 	@test -n "$(HF_TESTS)$(PEFT_TESTS)" || { echo "make hf-tests: takes HF_TESTS=a checkout of transformers, PEFT_TESTS=one of PEFT, or both"; exit 2; }

@@ -37,6 +37,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault-requests", type=int, default=500, help="requests of the soak with faults")
 
 
+SLOW_FOLDERS = ("benchmarks", "integrations", "demo", "gpu")
+SLOW_FILES = (
+    *("test_docs", "test_real_model", "test_quantised", "test_processes", "test_tensor_parallel", "test_devices"),
+    *("test_packaged_server", "test_drain", "test_robustness_connections", "test_robustness_fuzz", "test_soak", "test_faults"),
+    *("test_serving", "test_run", "test_close", "test_pipeline_install", "test_pipeline_flow", "test_extension", "test_peft"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts processes, servers or a real model is slow."""
+    for item in items:
+        if item.path.parent.name in SLOW_FOLDERS or item.path.stem in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def llama() -> PreTrainedModel:
     """A sensitive tiny Llama, float32, of the test's own: it may change it."""

@@ -59,6 +59,7 @@ def test_long_prompts(tiny: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.soak
 def test_a_soak_of_two_minutes(caplog: pytest.LogCaptureFixture) -> None:
     # It logs each step that fails, and pytest would keep them all, with their frames: that is no memory of the engine's.
     with caplog.at_level(logging.CRITICAL, "hf_cb"):

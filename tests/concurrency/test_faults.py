@@ -129,7 +129,7 @@ def check(asked: list[Asked], engine: Engine, fault: BaseException, site: Site) 
 
 
 @pytest.mark.usefixtures("served_at_once")
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_every_call_out_of_the_loop(llama: PreTrainedModel, truths: dict[int, tuple[int, ...]], overlap: bool) -> None:
     seen: Counter[Site] = Counter()
 

@@ -105,7 +105,7 @@ _WATCH = """() => {
 }"""
 
 
-@pytest.mark.parametrize("users", [2, 16])
+@pytest.mark.parametrize("users", [2, pytest.param(16, marks=pytest.mark.soak)])
 def test_answers_stream_side_by_side_and_go_to_who_asked(page, tabs, users):
     asked = [f"Write a short story about the {fruit}." for fruit in FRUITS[:users]]
     opened = [tabs(*((420, 900) if user % 2 else (1400, 900))) for user in range(users)]

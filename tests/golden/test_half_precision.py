@@ -82,6 +82,7 @@ def test_tiny_models(name: str, dtype: torch.dtype) -> None:
     assert max(found) <= BOUND
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_chat_model() -> None:
     model, tokenizer = load()

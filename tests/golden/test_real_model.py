@@ -74,7 +74,7 @@ def at_random_moments(engine: hf_cb.Engine, model: Any, prompts: Prompts) -> Ans
     [
         pytest.param(one_by_one, {}, id="alone"),
         pytest.param(at_random_moments, {}, id="together"),
-        pytest.param(at_random_moments, {"max_batch_tokens": 16}, id="token budget 16"),
+        pytest.param(at_random_moments, {"max_batch_tokens": 16}, id="token budget 16", marks=pytest.mark.soak),
         pytest.param(at_once, {"num_blocks": 20, "block_size": 8}, id="small pool"),
     ],
 )

@@ -94,6 +94,7 @@ def records(answers) -> list[int]:
     return [json.loads(line)["line"] for part in parts for line in part.read_bytes().split(b"\n")[:-1]]
 
 
+@pytest.mark.soak
 def test_killed_at_random_moments_and_resumed(of_one_process, prompts, folder, tmp_path):
     """The whole launch, one rank, or the launcher alone: nothing is lost and nothing is done twice."""
     chance = random.Random(0)
@@ -140,6 +141,7 @@ def test_both_processes_take_their_share(of_one_process, prompts, folder, tmp_pa
     assert {part.name.split("-")[1] for part in parts} == {"0", "1"}
 
 
+@pytest.mark.soak
 def test_a_model_that_lies_over_several_devices(of_one_process, prompts, folder, tmp_path):
     """On a machine without GPUs, accelerate's devices are the CPU and the disk; its hooks fetch what lies there."""
     where = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "cpu"}
@@ -159,12 +161,14 @@ def test_a_model_whose_layers_are_split(of_one_process, prompts, folder, tmp_pat
     assert answers.read_bytes() == of_one_process[0]
 
 
+@pytest.mark.soak
 def test_heads_that_cannot_be_split_are_told(prompts, folder, tmp_path):
     status, printed = launching.launch(3, *arguments(prompts, tmp_path / "answers.jsonl", folder, "--tensor-parallel"))
     assert status != 0
     assert "4 attention heads and 2 key heads can't be split evenly over 3 processes" in printed
 
 
+@pytest.mark.soak
 def test_a_split_model_that_loses_a_rank_ends_and_goes_on(of_one_process, prompts, folder, tmp_path):
     answers = tmp_path / "answers.jsonl"
     command = arguments(prompts, answers, folder, "--tensor-parallel", "--in-hand", 3)
@@ -185,6 +189,7 @@ def test_gpus_are_dealt_out() -> None:
         gpus_of(0, 1, 2)
 
 
+@pytest.mark.soak
 def test_a_rank_that_fails_is_named(prompts, folder, tmp_path):
     status, printed = launching.launch(
         2, prompts, tmp_path / "answers.jsonl", "--model", folder, "--generate", '{"no_such_option": 1}'

@@ -149,6 +149,7 @@ def right(folder: Path) -> dict[str, str]:
     return texts
 
 
+@pytest.mark.soak
 def test_a_longer_queue_calls_a_second_replica(served: Served) -> None:
     enough = threading.Event()
 
@@ -183,6 +184,7 @@ def test_the_next_turn_finds_the_last_in_the_cache(served: Served) -> None:
     assert then["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["total_tokens"] // 2
 
 
+@pytest.mark.soak
 def test_a_killed_replica_loses_nothing_silently(served: Served, right: dict[str, str]) -> None:
     """Its streams end with an error, requests that had no answer yet are tried again by the client, and a new one comes."""
     streams = [Stream(QUESTIONS[i % len(QUESTIONS)]) for i in range(8)]
