@@ -153,6 +153,21 @@ def test_outside_packages(path: Path) -> None:
         assert "transformers" not in roots
 
 
+def test_nothing_is_too_long_to_read_at_once() -> None:
+    long = [
+        path.name
+        for path in ROOT.rglob("*")
+        if path.suffix in (".py", ".cpp", ".h") and len(path.read_text().splitlines()) > 350
+    ]
+    long += [
+        f"{module_of(path)}.{node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 50
+    ]
+    assert long == []
+
+
 def test_package_files_hold_a_docstring_and_no_more() -> None:
     for path in FILES:
         if path.name == "__init__.py" and path.parent != ROOT:
