@@ -81,11 +81,8 @@ def build_input_batch(
     cu_seqlens_q[1:] = ends
     arrays: list[np.ndarray] = [ids, positions, asked.indices, cu_seqlens_q, key_lens.astype(np.int32)]
     arrays += _places(rows, row_of, positions, block_size, num_groups)
-    unknown = np.flatnonzero(ids == UNKNOWN)
-    if len(unknown):
-        ids[unknown] = 0
-        index = {request_id: i for i, request_id in enumerate(before)}
-        arrays += [unknown, np.array([index[rows[row].request_id] for row in row_of[unknown]])]
+    unknown = _take_unknown(rows, ids, row_of, before)
+    arrays += unknown
     input_ids, position_ids, logits_indices, cu_seqlens, seq_lens, *rest = streams.upload(arrays)
     common: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens,
@@ -107,8 +104,18 @@ def build_input_batch(
         ),
         draft_parts=asked.drafts,
         prompt_parts=asked.prompts,
-        unknown=(rest[-2], rest[-1]) if len(unknown) else None,
+        unknown=(rest[-2], rest[-1]) if unknown else None,
     )
+
+
+def _take_unknown(rows: Sequence[ScheduledRow], ids: np.ndarray, row_of: np.ndarray, before: Sequence[int]) -> list[np.ndarray]:
+    """Put zeros in the place of tokens that are not known; where those are, and which tokens of the step before they are."""
+    places = np.flatnonzero(ids == UNKNOWN)
+    if not len(places):
+        return []
+    ids[places] = 0
+    index = {request_id: i for i, request_id in enumerate(before)}
+    return [places, np.array([index[rows[row].request_id] for row in row_of[places]])]
 
 
 class _Asked(NamedTuple):
