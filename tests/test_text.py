@@ -81,7 +81,7 @@ class Source:
 
         def wait(have: int | None = None, timeout: float | None = None) -> bool:
             if len(self.queue.tokens) < len(self._tokens):
-                self.queue.put(self._tokens[len(self.queue.tokens)])
+                self.queue.put((self._tokens[len(self.queue.tokens)],))
             else:
                 self.queue.close(self._reason)
             return waits(have, timeout)
@@ -123,7 +123,7 @@ def test_a_slow_reader_gets_the_same() -> None:
     tokens = tokenizer(TEXTS["emoji"])["input_ids"]
     source = Source(tokens)
     for token in tokens:
-        source.queue.put(token)
+        source.queue.put((token,))
     source.queue.close(FinishReason.LENGTH)
     assert list(stream_text(source.handle, tokenizer)) == [TEXTS["emoji"]]
 

@@ -77,8 +77,7 @@ def build_input_batch(
     row_of = np.repeat(np.arange(len(rows)), lens)
     positions = np.arange(len(ids)) + (starts - (ends - lens))[row_of]
     asked = _ask(rows, ends, wanted)
-    cu_seqlens_q = np.zeros(len(rows) + 1, np.int32)
-    cu_seqlens_q[1:] = ends
+    cu_seqlens_q = np.concatenate([[0], ends]).astype(np.int32)
     arrays: list[np.ndarray] = [ids, positions, asked.indices, cu_seqlens_q, key_lens.astype(np.int32)]
     arrays += _places(rows, row_of, positions, block_size, num_groups)
     unknown = _take_unknown(rows, ids, row_of, before)

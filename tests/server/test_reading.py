@@ -49,7 +49,7 @@ def read(
 
     async def feed() -> None:
         for i, token in enumerate(tokens, 1):
-            queue.put(token)
+            queue.put((token,))
             if i % at_once == 0:
                 for _ in range(5):  # until the reader waits for more
                     await asyncio.sleep(0)
