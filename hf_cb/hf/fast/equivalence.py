@@ -1,4 +1,4 @@
-"""What trials of modules are made of: numbers to try them with, stand-ins for their parts, and the comparison."""
+"""What equivalence checks are made of: numbers to try them with, stand-ins for their parts, and the comparison."""
 
 from __future__ import annotations
 
