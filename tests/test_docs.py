@@ -34,7 +34,7 @@ def test_generated_parts(name: str) -> None:
 def test_every_option_of_this_transformers_is_in_the_table() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     parameters = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
-    assert fields | parameters <= option_table.FATES.keys()
+    assert fields | parameters <= option_table.HANDLING.keys()
 
 
 def test_the_readme_is_short() -> None:

@@ -35,7 +35,7 @@ from hf_cb.hf.fast import candidates, fusing, packing
 from hf_cb.hf.fast.fused_forwards import Attention, FusedLayer, GatedMLP, Norm, Stack
 from hf_cb.hf.fast.packing import Pack
 from hf_cb.hf.fast.products import OwnProducts, kernels_panel
-from hf_cb.hf.fast.stacking import Chain
+from hf_cb.hf.fast.stacking import Succession
 from hf_cb.hf.support import Wishes, examine
 
 NEW = 8
@@ -733,8 +733,8 @@ def test_what_lies_between_and_behind_layers_is_seen(
 ) -> None:
     twin = Twin(body, dtype)
     with torch.no_grad():
-        chain = Chain.of(twin, list(twin.layers), torch.zeros(1, 9, 16, dtype=dtype), twin.run)
-    assert (chain.follows, chain.selects) == (follows, selects)
+        succession = Succession.of(twin, list(twin.layers), torch.zeros(1, 9, 16, dtype=dtype), twin.run)
+    assert (succession.follows, succession.selects) == (follows, selects)
 
 
 def test_tables_that_grew_in_a_trial_are_as_they_were() -> None:
@@ -749,8 +749,8 @@ def test_tables_that_grew_in_a_trial_are_as_they_were() -> None:
         return twin.run(ids, positions, indices)
 
     with torch.no_grad():
-        chain = Chain.of(twin, list(twin.layers), torch.zeros(1, 9, 16), run)
-    assert chain == Chain((True, True), True)
+        succession = Succession.of(twin, list(twin.layers), torch.zeros(1, 9, 16), run)
+    assert succession == Succession((True, True), True)
     assert (len(twin.table), twin.longest) == (4, 4)
 
 
@@ -809,7 +809,7 @@ def test_a_stack_computes_what_its_layers_do(name: str, dtype: torch.dtype, monk
             return [result.logprobs for result in in_company(model, engine, logprobs=3)]
 
     together = logprobs()
-    monkeypatch.setattr(fusing, "_runs", lambda layers, chain: [])
+    monkeypatch.setattr(fusing, "_runs", lambda layers, succession: [])
     assert logprobs() == together
 
 

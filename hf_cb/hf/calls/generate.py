@@ -28,7 +28,7 @@ from hf_cb.hf.calls.beams import beam_output, beam_requests
 from hf_cb.hf.calls.call import Call, Stopping
 from hf_cb.hf.calls.company import Company, joined
 from hf_cb.hf.calls.native import effective
-from hf_cb.hf.calls.option_table import FATES, does_something, has_no_form_for_submit
+from hf_cb.hf.calls.option_table import HANDLING, does_something, has_no_form_for_submit
 from hf_cb.hf.calls.result_cache import NAMES, Origin, kept_cache
 from hf_cb.hf.calls.rules import Ends, GoNativeError, OwnRules, Part, criteria_of_row, processors_of
 from hf_cb.hf.calls.sampling import PromptShape, split
@@ -310,6 +310,6 @@ def defaults_of(config: GenerationConfig, max_positions: int | None) -> Defaults
     """What `Engine.submit` takes from a model's generation config."""
     eos = ids_of("eos_token_id", config.eos_token_id)
 
-    set_here = (name for name in FATES if does_something(name, getattr(config, name, None)))
+    set_here = (name for name in HANDLING if does_something(name, getattr(config, name, None)))
     unserved = tuple(name for name in set_here if has_no_form_for_submit(name))
     return Defaults(config.max_new_tokens, config.max_length, max_positions, eos, params_of_config(config), unserved)

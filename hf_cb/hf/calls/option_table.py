@@ -12,7 +12,7 @@ from hf_cb.sampling_options import SAMPLING
 Where = Literal["engine", "native"]
 
 
-class Fate(NamedTuple):
+class Handling(NamedTuple):
     """Where a call that uses this option runs, and what there is to say about it."""
 
     where: Where
@@ -28,48 +28,48 @@ _OWN = (
 )
 _BEAMS = "beam search and beam sampling; the beams share the blocks of what they have in common"
 
-FATES: dict[str, Fate] = {
+HANDLING: dict[str, Handling] = {
     # Arguments of generate() itself
-    "inputs": Fate("engine", "token ids, also as `input_ids`; without any, the bos token"),
-    "generation_config": Fate("engine", "merged by transformers"),
-    "attention_mask": Fate("engine", "left padding; any other mask runs natively"),
-    "streamer": Fate("engine", "on the caller's thread"),
-    "seed": Fate("engine", "ours: row i of a call gets what plain generate gives it after `torch.manual_seed(seed + i)`"),
-    "logits_processor": Fate(
+    "inputs": Handling("engine", "token ids, also as `input_ids`; without any, the bos token"),
+    "generation_config": Handling("engine", "merged by transformers"),
+    "attention_mask": Handling("engine", "left padding; any other mask runs natively"),
+    "streamer": Handling("engine", "on the caller's thread"),
+    "seed": Handling("engine", "ours: row i of a call gets what plain generate gives it after `torch.manual_seed(seed + i)`"),
+    "logits_processor": Handling(
         "engine",
         f"{_OWN}, or if it has several rows and `supports_continuous_batching` is not true",
     ),
-    "stopping_criteria": Fate("engine", f"{_OWN}, or if it has several rows"),
-    "prefix_allowed_tokens_fn": Fate("engine", _ROWS),
-    "tokenizer": Fate("engine", "for `stop_strings`"),
-    "synced_gpus": Fate("native", "if true"),
-    "assistant_model": Fate("native", _MODE),
-    "negative_prompt_ids": Fate("native", "classifier-free guidance"),
-    "negative_prompt_attention_mask": Fate("native", "classifier-free guidance"),
-    "custom_generate": Fate("native"),
-    "past_key_values": Fate(
+    "stopping_criteria": Handling("engine", f"{_OWN}, or if it has several rows"),
+    "prefix_allowed_tokens_fn": Handling("engine", _ROWS),
+    "tokenizer": Handling("engine", "for `stop_strings`"),
+    "synced_gpus": Handling("native", "if true"),
+    "assistant_model": Handling("native", _MODE),
+    "negative_prompt_ids": Handling("native", "classifier-free guidance"),
+    "negative_prompt_attention_mask": Handling("native", "classifier-free guidance"),
+    "custom_generate": Handling("native"),
+    "past_key_values": Handling(
         "engine",
         "also as `cache`: that of an earlier result, if nobody has looked into it, or an empty `DynamicCache`; any other runs "
         "natively; with all ids so far, or only those that it lacks (from the last generated token on) and a full mask",
     ),
-    "position_ids": Fate("engine", "if they are those that the mask gives; any others run natively"),
-    "token_type_ids": Fate(
+    "position_ids": Handling("engine", "if they are those that the mask gives; any others run natively"),
+    "token_type_ids": Handling(
         "engine", "if they are all zero, and zeros make no difference to the model; any others run natively"
     ),
-    "kwargs": Fate("native", "arguments of the model's forward, such as `inputs_embeds`, `pixel_values`"),
+    "kwargs": Handling("native", "arguments of the model's forward, such as `inputs_embeds`, `pixel_values`"),
     # Length and ends
-    "max_new_tokens": Fate("engine"),
-    "max_length": Fate("engine"),
-    "min_length": Fate("engine"),
-    "eos_token_id": Fate("engine", "one or several"),
-    "pad_token_id": Fate("engine"),
-    "bos_token_id": Fate("engine"),
-    "max_time": Fate("engine", _ROWS),
-    "stop_strings": Fate("engine", _ROWS),
-    "token_healing": Fate("native"),
+    "max_new_tokens": Handling("engine"),
+    "max_length": Handling("engine"),
+    "min_length": Handling("engine"),
+    "eos_token_id": Handling("engine", "one or several"),
+    "pad_token_id": Handling("engine"),
+    "bos_token_id": Handling("engine"),
+    "max_time": Handling("engine", _ROWS),
+    "stop_strings": Handling("engine", _ROWS),
+    "token_healing": Handling("native"),
     # Choosing tokens
-    **{option.name: Fate("engine") for option in SAMPLING if option.in_config},
-    "num_return_sequences": Fate("engine", "samples fork from the first one's prompt; or the best of the beams"),
+    **{option.name: Handling("engine") for option in SAMPLING if option.in_config},
+    "num_return_sequences": Handling("engine", "samples fork from the first one's prompt; or the best of the beams"),
     **dict.fromkeys(
         (
             "top_h",
@@ -88,11 +88,11 @@ FATES: dict[str, Fate] = {
             "remove_invalid_values",
             "watermarking_config",
         ),
-        Fate("engine", _ROWS),
+        Handling("engine", _ROWS),
     ),
-    "guidance_scale": Fate("native", "calls the model itself"),
+    "guidance_scale": Handling("native", "calls the model itself"),
     # Decoding modes
-    **dict.fromkeys(("num_beams", "length_penalty", "early_stopping"), Fate("engine", _BEAMS)),
+    **dict.fromkeys(("num_beams", "length_penalty", "early_stopping"), Handling("engine", _BEAMS)),
     **dict.fromkeys(
         (
             "num_beam_groups",
@@ -115,28 +115,29 @@ FATES: dict[str, Fate] = {
             "assistant_lookbehind",
             "target_lookbehind",
         ),
-        Fate("native", _MODE),
+        Handling("native", _MODE),
     ),
     # Results
-    "return_dict_in_generate": Fate(
+    "return_dict_in_generate": Handling(
         "engine", "the cache in it is made when you first look into it, by a forward over the whole text"
     ),
     **dict.fromkeys(
-        ("output_scores", "output_logits"), Fate("engine", "rows that have ended go on until all have, as in plain generate")
+        ("output_scores", "output_logits"),
+        Handling("engine", "rows that have ended go on until all have, as in plain generate"),
     ),
-    "output_attentions": Fate("native"),
-    "output_hidden_states": Fate("native"),
+    "output_attentions": Handling("native"),
+    "output_hidden_states": Handling("native"),
     # Plain generate's own machinery
-    "use_cache": Fate("engine", _SAME),
-    "cache_implementation": Fate("engine", 'no effect; "quantized" and "paged" run natively, for their results differ'),
-    "cache_config": Fate("engine", _SAME),
-    "max_cache_len": Fate("engine", _SAME),
-    "prefill_chunk_size": Fate("engine", _SAME),
-    "compile_config": Fate("engine", _SAME),
-    "disable_compile": Fate("engine", _SAME),
-    "continuous_batching_config": Fate("engine", "belongs to transformers' `generate_batch`: no effect on `generate`"),
-    "decoder_start_token_id": Fate("engine", "belongs to encoder-decoder models, which run natively"),
-    "transformers_version": Fate("engine", "a record"),
+    "use_cache": Handling("engine", _SAME),
+    "cache_implementation": Handling("engine", 'no effect; "quantized" and "paged" run natively, for their results differ'),
+    "cache_config": Handling("engine", _SAME),
+    "max_cache_len": Handling("engine", _SAME),
+    "prefill_chunk_size": Handling("engine", _SAME),
+    "compile_config": Handling("engine", _SAME),
+    "disable_compile": Handling("engine", _SAME),
+    "continuous_batching_config": Handling("engine", "belongs to transformers' `generate_batch`: no effect on `generate`"),
+    "decoder_start_token_id": Handling("engine", "belongs to encoder-decoder models, which run natively"),
+    "transformers_version": Handling("engine", "a record"),
 }
 """Every field of GenerationConfig, every parameter of `generate()`, and what it takes beside those, of all versions of
 transformers that we know."""
@@ -144,8 +145,8 @@ transformers that we know."""
 
 def has_no_form_for_submit(option: str) -> bool:
     """Whether a model's generation config that sets this option asks for what only `generate()` serves."""
-    fate = FATES.get(option, Fate("native"))
-    return fate.where == "native" or fate.note in (_ROWS, _BEAMS) or option == "min_length"  # which counts the prompt
+    own = HANDLING.get(option, Handling("native"))
+    return own.where == "native" or own.note in (_ROWS, _BEAMS) or option == "min_length"  # which counts the prompt
 
 
 _OFF_AT = {
@@ -165,15 +166,15 @@ def does_something(option: str, value: Any) -> bool:
 
 
 def markdown() -> str:
-    """The table, options of equal fate together."""
-    groups: dict[Fate, list[str]] = {}
-    for option, fate in FATES.items():
-        groups.setdefault(fate, []).append(option)
+    """The table, options that are handled alike together."""
+    groups: dict[Handling, list[str]] = {}
+    for option, own in HANDLING.items():
+        groups.setdefault(own, []).append(option)
     lines = ["| runs | options | |", "|---|---|---|"]
     for where in ("engine", "native"):
         lines += [
-            f"| {where} | {', '.join(f'`{option}`' for option in options)} | {fate.note} |"
-            for fate, options in groups.items()
-            if fate.where == where
+            f"| {where} | {', '.join(f'`{option}`' for option in options)} | {own.note} |"
+            for own, options in groups.items()
+            if own.where == where
         ]
     return "\n".join(lines)

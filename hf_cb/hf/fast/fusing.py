@@ -20,7 +20,7 @@ from hf_cb.hf.fast.candidates import Call, attention, gated_mlp, is_norm, layer,
 from hf_cb.hf.fast.fused_forwards import FusedLayer, Stack
 from hf_cb.hf.fast.packing import Pack, Packs
 from hf_cb.hf.fast.products import OwnPacked, kernels_panel
-from hf_cb.hf.fast.stacking import Chain
+from hf_cb.hf.fast.stacking import Succession
 from hf_cb.hf.twins.forwards import replaced
 from hf_cb.runtime.model_runner import Forward
 
@@ -88,9 +88,9 @@ class Fused:
         args = calls[layers[0]][0]
         if len(args) != 1 or not isinstance(args[0], torch.Tensor):
             return
-        chain = Chain.of(twin, layers, args[0], forward)
-        for run in _runs(layers, chain):
-            stack = Stack({module: vars(module)["forward"] for module in run}, chain.selects and run[-1] is layers[-1])
+        succession = Succession.of(twin, layers, args[0], forward)
+        for run in _runs(layers, succession):
+            stack = Stack({module: vars(module)["forward"] for module in run}, succession.selects and run[-1] is layers[-1])
             stack.put()
             for pack in stack.packs:
                 pack.users.append(stack.take_apart)
@@ -129,12 +129,12 @@ def _is_bare(module: nn.Module, packs: Sequence[Pack]) -> bool:
     return own and not tensors and "forward" not in vars(module) and len(packs[1].modules) == 1
 
 
-def _runs(layers: list[nn.Module], chain: Chain) -> list[list[nn.Module]]:
+def _runs(layers: list[nn.Module], succession: Succession) -> list[list[nn.Module]]:
     """Two and more layers that can be computed by one call."""
     forms = [_form(module) for module in layers]
     runs = [layers[:1]]
     for i in range(1, len(layers)):
-        if chain.follows[i - 1] and forms[i] is not None and forms[i] == forms[i - 1]:
+        if succession.follows[i - 1] and forms[i] is not None and forms[i] == forms[i - 1]:
             runs[-1].append(layers[i])
         else:
             runs.append([layers[i]])

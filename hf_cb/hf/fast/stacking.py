@@ -1,4 +1,4 @@
-"""Chains: whether the layers of a twin follow each other, and what the model does with the last one's answer.
+"""Succession: whether the layers of a twin follow each other, and what the model does with the last one's answer.
 
 The twin's own code runs with stand-ins for all layers, and every operation on a tensor outside of them is seen: there may be
 none between two layers, and none that takes the answer of another than the last. So nothing hides behind weights that are zero
@@ -25,21 +25,21 @@ _FAR = 1 << 15  # tokens: some rotary embeddings keep a table as long as the far
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Succession:
     """Which of some layers, in the order of their calls, may be one call."""
 
     follows: tuple[bool, ...]  # whether each but the first takes what the one before gives, which nobody else sees
     selects: bool  # whether of what the last one gives only the tokens matter whose logits are wanted
 
     @classmethod
-    def of(cls, twin: nn.Module, layers: Sequence[nn.Module], x: torch.Tensor, forward: Forward) -> Chain:
+    def of(cls, twin: nn.Module, layers: Sequence[nn.Module], x: torch.Tensor, forward: Forward) -> Succession:
         """`x` [1, T, width]: as the first is given. `forward`: of the twin."""
         inner = {module for layer in layers for module in layer.modules()}
         before = [(module, {**vars(module)}, {**module._buffers}) for module in twin.modules() if module not in inner]
         near, far = torch.arange(x.shape[1], device=x.device, dtype=torch.int64), spread(x.shape[1], _FAR).to(x.device)
         try:
             # Far positions first: rotary embeddings that follow the length are themselves again after the others.
-            tried = [_Trial(layers, x, loud, forward, where).chain() for where in (far, near) for loud in (False, True)]
+            tried = [_Check(layers, x, loud, forward, where).succession() for where in (far, near) for loud in (False, True)]
         except Exception:  # of foreign code, which may raise anything where it is not meant to be
             return cls((False,) * (len(layers) - 1), False)
         finally:
@@ -96,14 +96,14 @@ class _StandIn:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Trial:
+class _Check:
     layers: Sequence[nn.Module]
     x: torch.Tensor
     loud: bool
     forward: Forward
     positions: torch.Tensor
 
-    def chain(self) -> Chain:
+    def succession(self) -> Succession:
         """What the run has shown of the layers."""
         everything = torch.arange(len(self.positions), device=self.x.device, dtype=torch.int64)
         some = everything[[-1, len(everything) // 2]]
@@ -116,7 +116,7 @@ class _Trial:
         blurred = other.clone()
         blurred[:, some] = answers[-1][:, some]
         selects = same(self._run([*answers[:-1], blurred], some)[2], self._run(answers, some)[2])
-        return Chain(tuple(follows), heard and selects and not watch.saw_hidden)
+        return Succession(tuple(follows), heard and selects and not watch.saw_hidden)
 
     def _answer(self, seed: int) -> torch.Tensor:
         answer = noise(self.x.shape, torch.float32, seed)
