@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +26,20 @@ def prompts(*lengths: int) -> list[torch.Tensor]:
     """One prompt [n] per length: always the same, none with the pad id, from which generate would infer a mask."""
     generator = torch.Generator().manual_seed(len(lengths))
     return [torch.randint(3, models.VOCAB, (length,), generator=generator) for length in lengths]
+
+
+NEW = 8
+PROMPT = prompts(6)[0][None]
+
+
+def plain(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
+    """What the model as it is now generates by itself, whatever is installed on it."""
+    return type(model).generate(model, prompt, **{"max_new_tokens": NEW, **options})  # type: ignore[no-any-return]
+
+
+def served(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
+    """What its `generate` gives."""
+    return model.generate(prompt, **{"max_new_tokens": NEW, **options})  # type: ignore[no-any-return]
 
 
 def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -92,6 +106,11 @@ class Duo:
         _compare(got, want)
         return want
 
+    @torch.no_grad()
+    def both(self, change: Callable[[Any], object]) -> None:
+        """The same change to both models."""
+        change(self.plain), change(self.served)
+
     @contextlib.contextmanager
     def native_calls(self) -> Iterator[list[str]]:
         """The reasons of the native calls made inside, once it is left."""
@@ -101,9 +120,14 @@ class Duo:
 
 
 @contextlib.contextmanager
-def duo(name: str = "llama", options: dict[str, Any] | None = None, **overrides: Any) -> Iterator[Duo]:
-    """Both models of architecture `name`; `options` are the engine's, `overrides` the model's."""
+def duo(
+    name: str = "llama", options: dict[str, Any] | None = None, change: Callable[[Any], object] | None = None, **overrides: Any
+) -> Iterator[Duo]:
+    """Both models of architecture `name`, after `change`; `options` are the engine's, `overrides` the model's."""
     plain, served = models.tiny(name, **overrides), models.tiny(name, **overrides)
+    if change is not None:
+        with torch.no_grad():
+            change(plain), change(served)
     with hf_cb.continuous_batching(served, **(options or {})) as engine:
         yield Duo(plain, served, engine)
 

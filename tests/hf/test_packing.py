@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import models
 import pytest
 import seam
 import torch
+from seam import NEW, PROMPT
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -20,9 +22,6 @@ from hf_cb.hf.fast.packing import Packs, group_by_input, linear_calls
 from hf_cb.hf.support import Wishes, examine
 from hf_cb.hf.twins.twin import forward_of, make_twin
 from hf_cb.hf.twins.weights import WeightWatch
-
-NEW = 8
-PROMPT = seam.prompts(6)[0][None]
 
 
 def groups_of(name: str) -> list[set[str]]:
@@ -95,62 +94,60 @@ def by_other_data(tensor: nn.Parameter) -> None:
     tensor.data = tensor.data.flip(0).contiguous() + 1.5
 
 
+def by_other_strides(tensor: nn.Parameter) -> None:
+    tensor.data = torch.stack([tensor.data.flip(0) + 1.5] * 2, -1)[..., 0]
+
+
 def through_numpy(tensor: nn.Parameter) -> None:
     tensor.detach().numpy()[...] *= -1.5
 
 
-WRITES = (by_operation, under_inference_mode, behind_its_back, by_other_data, through_numpy)
+WRITES = (by_operation, under_inference_mode, behind_its_back, by_other_data, by_other_strides, through_numpy)
+
+
+@pytest.fixture(scope="module")
+def qwen2() -> Iterator[seam.Duo]:
+    with seam.duo("qwen2") as pair:
+        yield pair
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "write"),
     [
-        "self_attn.q_proj.weight",
-        "self_attn.q_proj.bias",
-        "self_attn.v_proj.bias",
-        "self_attn.o_proj.weight",
-        "mlp.up_proj.weight",
+        *itertools.product(("self_attn.q_proj.weight", "self_attn.v_proj.bias", "input_layernorm.weight"), WRITES),
+        *itertools.product(("self_attn.q_proj.bias", "self_attn.o_proj.weight"), (by_operation, through_numpy)),
+        *itertools.product(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (by_other_strides, through_numpy)),
     ],
 )
-@pytest.mark.parametrize("write", WRITES)
-def test_a_write_is_seen_by_the_next_call(write: Callable[[nn.Parameter], None], name: str) -> None:
-    with seam.duo("qwen2") as pair:
-        before = pair.same(PROMPT, max_new_tokens=NEW)
-        for model in (pair.plain, pair.served):
-            write(model.model.layers[1].get_parameter(name))
-        after = pair.same(PROMPT, max_new_tokens=NEW)
-        assert not torch.equal(before, after)
+def test_a_write_is_seen_by_the_next_call(qwen2: seam.Duo, name: str, write: Callable[[nn.Parameter], None]) -> None:
+    before = qwen2.same(PROMPT, max_new_tokens=NEW)
+    qwen2.both(lambda model: write(model.model.layers[1].get_parameter(name)))
+    assert not torch.equal(qwen2.same(PROMPT, max_new_tokens=NEW), before)
+    weights = models.tiny("qwen2").state_dict()
+    qwen2.both(lambda model: model.load_state_dict(weights))
+    assert torch.equal(qwen2.same(PROMPT, max_new_tokens=NEW), before)
 
 
-def test_a_write_during_a_pause_counts_for_what_goes_on_after_it() -> None:
+@pytest.mark.parametrize("name", ["lm_head", "model.norm"])
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_write_counts_for_what_is_running(name: str, paused: bool) -> None:
     model = models.tiny("llama")
     with hf_cb.continuous_batching(model) as engine:
-        handle = engine.submit(PROMPT, max_new_tokens=400, eos_token_id=None)
+        handle = engine.submit(PROMPT, max_new_tokens=480, eos_token_id=None)
         seen = list(itertools.islice(handle, 3))
-        with engine.pause(), torch.no_grad():
-            model.lm_head.weight.zero_()
+        with engine.pause() if paused else contextlib.nullcontext(), torch.no_grad():
+            model.get_submodule(name).weight.zero_()
         tokens = handle.result().tokens
         assert list(tokens[:3]) == seen
-        assert set(tokens[-100:]) == {0}  # all logits are equal: the first wins
+        assert set(tokens[-50:]) == {0}  # all logits are equal: the first wins
 
 
 def test_a_small_write_past_torch_counts_after_a_pause() -> None:
     with seam.duo("llama") as pair:
         before = pair.same(PROMPT, max_new_tokens=NEW)
         with pair.engine.pause():
-            for model in (pair.plain, pair.served):
-                model.lm_head.weight.data[3:6, 5] += 40.0
+            pair.both(lambda model: model.lm_head.weight.data[3:6, 5].add_(40.0))
         assert not torch.equal(pair.same(PROMPT, max_new_tokens=NEW), before)
-
-
-def test_a_write_counts_for_what_is_running() -> None:
-    model = models.tiny("llama")
-    with hf_cb.continuous_batching(model) as engine:
-        handle = engine.submit(PROMPT, max_new_tokens=480, eos_token_id=None)
-        list(itertools.islice(handle, 3))
-        with torch.no_grad():
-            model.lm_head.weight.zero_()
-        assert set(handle.result().tokens[-50:]) == {0}
 
 
 def test_a_weight_that_cannot_be_packed_again_is_used_as_it_is(
@@ -163,8 +160,7 @@ def test_a_weight_that_cannot_be_packed_again_is_used_as_it_is(
             raise RuntimeError("no memory")
 
         monkeypatch.setattr(packing.Pack, "load", fail)
-        for model in (pair.plain, pair.served):
-            by_operation(model.model.layers[0].self_attn.k_proj.weight)
+        pair.both(lambda model: by_operation(model.model.layers[0].self_attn.k_proj.weight))
         with caplog.at_level(logging.WARNING, "hf_cb"):
             pair.same(PROMPT, max_new_tokens=NEW)
         assert "could not be packed again" in caplog.text
