@@ -46,7 +46,7 @@ SLOW_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts processes, servers or a real model is slow, and comes first: one process must not be left with it at the end."""
+    """What starts processes, servers or a real model is slow, and comes first: no process must be left with it at the end."""
     for item in items:
         if item.path.parent.name in SLOW_FOLDERS or item.path.stem in SLOW_FILES:
             item.add_marker(pytest.mark.slow)

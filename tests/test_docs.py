@@ -52,10 +52,9 @@ def test_links_and_anchors(page: Path) -> None:
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
         assert path.exists(), f"{page.name}: {target}"
+        lines = path.read_text().splitlines() if anchor else []
         headings = [
-            re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-            for line in path.read_text().splitlines()
-            if line.startswith("#")
+            re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in lines if line.startswith("#")
         ]
         assert not anchor or anchor in headings, f"{page.name}: {target}"
 

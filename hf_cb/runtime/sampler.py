@@ -144,12 +144,11 @@ def _twice() -> RuntimeError:
 def accept(chosen: Chosen, rows: Sequence[RowState], tokens: list[int], has_nan: list[bool]) -> Sampled:
     """The rest of it, when the tokens and what `has_nan` says have come to the host."""
     errors, stopped = chosen.errors, set()
-    for i, is_bad in enumerate(has_nan):
-        if is_bad and rows[i].rules is None:  # greedy decoding would take the first NaN for the best token
-            errors.setdefault(i, FloatingPointError("its logits hold NaN"))
     for i, token in enumerate(tokens):
         if token < 0:  # no probability left, or NaN: this row's logits are at fault, nobody else's
             errors.setdefault(i, refusal())
+        if has_nan[i] and rows[i].rules is None:  # greedy decoding would take the first NaN for the best token
+            errors.setdefault(i, FloatingPointError("its logits hold NaN"))
     for i, row in enumerate(rows):
         try:
             if i not in errors and row.needs_host and row.accept(tokens[i], chosen.final.get(i, chosen.scores[i : i + 1])):

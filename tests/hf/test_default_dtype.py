@@ -57,8 +57,7 @@ DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 @pytest.fixture
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found out once a process, about torch's random numbers, is found out in the test."""
-    for known in (draws._native_is_torchs, draws._torch_is_mersenne):
-        monkeypatch.setattr(draws, known.__name__, known.__wrapped__)
+    monkeypatch.setattr(draws, "_native_is_torchs", draws._native_is_torchs.__wrapped__)
 
 
 CALLS = {

@@ -149,7 +149,6 @@ def right(folder: Path) -> dict[str, str]:
     return texts
 
 
-@pytest.mark.soak
 def test_a_longer_queue_calls_a_second_replica(served: Served) -> None:
     enough = threading.Event()
 
