@@ -50,10 +50,6 @@ class Option:
         return self.kind(value)
 
 
-def _tokens(name: str) -> Callable[[Any], tuple[int, ...]]:
-    return lambda value: tuple(sorted(ids_of(name, value)))
-
-
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """What a mapping from token id to bias says, or pairs of them, by id."""
     try:
@@ -63,6 +59,23 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     if not all(is_int(token) and token >= 0 and is_finite(bias) for token, bias in pairs.items()):
         raise InvalidArgumentError(f"logit_bias: takes a mapping from token ids to finite numbers; got {value!r}")
     return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
+
+
+def _penalty(name: str, text: str) -> Option:
+    field = BodyField(name, -2, 2)
+    return Option(name, float, 0.0, "a finite number (0: off)", text, is_finite, in_config=False, field=field)
+
+
+def _suppressed(name: str, text: str) -> Option:
+    return Option(name, tuple, (), "token ids", text, convert=lambda value: tuple(sorted(ids_of(name, value))))
+
+
+def _share(name: str, off: int, text: str) -> Option:
+    def is_valid(value: Any) -> bool:
+        return is_number(value) and 0 <= value <= 1
+
+    takes = f"a number from 0 to 1 ({off}: off)"
+    return Option(name, float, float(off), takes, text, is_valid, draws=True, field=BodyField(name, 0, 1))
 
 
 _COUNT = 2**31 - 1
@@ -86,26 +99,8 @@ SAMPLING: tuple[Option, ...] = (  # in the order in which they are applied, whic
         lambda v: is_finite(v) and v > 0,
         field=BodyField("repetition_penalty", 0, 10, above=True),
     ),
-    Option(
-        "frequency_penalty",
-        float,
-        0.0,
-        "a finite number (0: off)",
-        "Takes this off a token's logit for each time that it is in the output (OpenAI's API).",
-        is_finite,
-        in_config=False,
-        field=BodyField("frequency_penalty", -2, 2),
-    ),
-    Option(
-        "presence_penalty",
-        float,
-        0.0,
-        "a finite number (0: off)",
-        "Takes this off a token's logit once it is in the output (OpenAI's API).",
-        is_finite,
-        in_config=False,
-        field=BodyField("presence_penalty", -2, 2),
-    ),
+    _penalty("frequency_penalty", "Takes this off a token's logit for each time that it is in the output (OpenAI's API)."),
+    _penalty("presence_penalty", "Takes this off a token's logit once it is in the output (OpenAI's API)."),
     Option(
         "min_new_tokens",
         int,
@@ -115,15 +110,8 @@ SAMPLING: tuple[Option, ...] = (  # in the order in which they are applied, whic
         lambda v: is_int(v) and v >= 0,
         field=BodyField("min_tokens", 0, _COUNT),
     ),
-    Option("suppress_tokens", tuple, (), "token ids", "These tokens never come.", convert=_tokens("suppress_tokens")),
-    Option(
-        "begin_suppress_tokens",
-        tuple,
-        (),
-        "token ids",
-        "These tokens don't come first.",
-        convert=_tokens("begin_suppress_tokens"),
-    ),
+    _suppressed("suppress_tokens", "These tokens never come."),
+    _suppressed("begin_suppress_tokens", "These tokens don't come first."),
     Option(
         "do_sample",
         bool,
@@ -153,25 +141,9 @@ SAMPLING: tuple[Option, ...] = (  # in the order in which they are applied, whic
         unset=50,
         field=BodyField("top_k", -1, _COUNT),
     ),
-    Option(
-        "top_p",
-        float,
-        1.0,
-        "a number from 0 to 1 (1: off)",
-        "Draws from the most probable tokens that have this probability together (Holtzman et al., 2020).",
-        lambda v: is_number(v) and 0 <= v <= 1,
-        draws=True,
-        field=BodyField("top_p", 0, 1),
-    ),
-    Option(
-        "min_p",
-        float,
-        0.0,
-        "a number from 0 to 1 (0: off)",
-        "Draws from tokens with at least this share of the most probable one's probability (Nguyen et al., 2024).",
-        lambda v: is_number(v) and 0 <= v <= 1,
-        draws=True,
-        field=BodyField("min_p", 0, 1),
+    _share("top_p", 1, "Draws from the most probable tokens that have this probability together (Holtzman et al., 2020)."),
+    _share(
+        "min_p", 0, "Draws from tokens with at least this share of the most probable one's probability (Nguyen et al., 2024)."
     ),
 )
 

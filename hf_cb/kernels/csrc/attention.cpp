@@ -1,5 +1,5 @@
-// torch.ops.hf_cb: varlen paged attention for CPUs, `plan` once a step and `attend` once a layer, see ../native.py; and `draw`,
-// see ../../runtime/draws.py. One library, so that there is one build.
+// torch.ops.hf_cb: varlen paged attention for CPUs, `plan` once a step and `attend` once a layer, see attention/native.py; and `draw`,
+// see runtime/draws.py. One library, so that there is one build.
 #include "attend.h"
 #include "draws.h"
 #include "share.h"

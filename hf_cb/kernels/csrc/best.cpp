@@ -1,4 +1,4 @@
-// torch.ops.hf_cb.best: greedy decoding, over logits of any dtype as they are; see ../../runtime/sampler.py.
+// torch.ops.hf_cb.best: greedy decoding, over logits of any dtype as they are; see runtime/sampler.py.
 #include "linear.h"
 
 #include <ATen/core/Tensor.h>

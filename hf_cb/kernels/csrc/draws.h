@@ -1,4 +1,4 @@
-// Draws of one token by probabilities, with the numbers of torch's CPU generator; see ../../runtime/draws.py.
+// Draws of one token by probabilities, with the numbers of torch's CPU generator; see runtime/draws.py.
 #pragma once
 
 #include <cmath>

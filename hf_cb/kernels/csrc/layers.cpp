@@ -1,4 +1,4 @@
-// torch.ops.hf_cb: what layers are made of besides attention, for CPUs; see ../../hf/packing.py and ../../hf/fusing.py.
+// torch.ops.hf_cb: what layers are made of besides attention, for CPUs; see hf/fast/packing.py and hf/fast/fusing.py.
 #include "attend.h"
 #include "pointwise.h"
 

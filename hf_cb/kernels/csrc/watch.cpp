@@ -1,5 +1,5 @@
 // torch.ops.hf_cb.marks and .checksums: what tells that a tensor was written to, for all of a model's at once; see
-// ../../hf/weights.py.
+// hf/twins/weights.py.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
