@@ -20,7 +20,7 @@ from hf_cb.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.timeout(20)
 
-EARLIER, LATER = recorded.text(recorded.EARLIER), recorded.text(recorded.LATER)
+EARLIER, LATER = recorded.text(0), recorded.text(1)
 MODEL = "SmolLM2-135M-Instruct"
 
 
