@@ -42,6 +42,15 @@ def served(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, **options: Any
     return model.generate(prompt, **{"max_new_tokens": NEW, **options})  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """As after `torch.manual_seed(seed)`, for the block alone."""
+    with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
+
+
 def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask`, both [B, longest], as a tokenizer makes them."""
     longest = max(map(len, rows))
@@ -88,9 +97,7 @@ class Duo:
         The engine must have served the call, or run it natively for a reason that contains `native`. A seed is given to the
         served call; plain generate runs after `torch.manual_seed`.
         """
-        with torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.manual_seed(seed)
+        with seeded(seed):
             want = self.plain.generate(*args, **kwargs)
         with self.native_calls() as reasons:
             got = self.served.generate(*args, **kwargs, **({} if seed is None else {"seed": seed}))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from crowd import held
+from seam import seeded
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor, StoppingCriteria
 from transformers.pipelines.pt_utils import KeyDataset
@@ -85,8 +86,7 @@ def test_several_sequences_of_each_item(both: Pipes) -> None:
 
 def test_unseeded_samples_repeat_with_torchs_seed_and_differ_between_items(both: Pipes) -> None:
     def run() -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
+        with seeded(3):
             return both.served([TEXTS[0]] * 12, do_sample=True, max_new_tokens=7), torch.rand(())
 
     (first, drawn), (second, drawn_again) = run(), run()
@@ -151,8 +151,7 @@ def test_what_the_engine_cannot_serve(both: Pipes) -> None:
 
 def test_sampled_native_calls_repeat_with_torchs_seed(both: Pipes) -> None:
     def run() -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
+        with seeded(3):
             return both.served(TEXTS[:4], do_sample=True, max_new_tokens=5, guidance_scale=1.5)
 
     assert run() == run()
@@ -163,8 +162,7 @@ def test_a_model_that_the_engine_cannot_serve(name: str) -> None:
     with pipes(name) as made:
         assert made.engine.unsupported_reason
         made.same(TEXTS, native=True)
-        with torch.random.fork_rng(devices=[]):  # as plain to the letter: one item after the other
-            torch.manual_seed(4)
+        with seeded(4):  # as plain to the letter: one item after the other
             want = made.plain(TEXTS[:3], do_sample=True, max_new_tokens=5)
             torch.manual_seed(4)
             assert made.served(TEXTS[:3], do_sample=True, max_new_tokens=5) == want

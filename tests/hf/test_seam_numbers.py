@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -25,12 +24,6 @@ import hf_cb
 
 PROMPT, OTHER = (row[None] for row in seam.prompts(6, 17))
 END = 40
-
-
-@pytest.fixture(scope="module")
-def duo() -> Iterator[seam.Duo]:
-    with seam.duo() as made:
-        yield made
 
 
 def until(length: Any) -> dict[str, Any]:

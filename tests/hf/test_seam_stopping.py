@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -12,12 +11,6 @@ import torch
 from transformers import GenerationConfig
 
 NEW = 24
-
-
-@pytest.fixture(scope="module")
-def duo() -> Iterator[seam.Duo]:
-    with seam.duo() as made:
-        yield made
 
 
 @pytest.fixture
@@ -36,21 +29,12 @@ def first_seen(output: list[int], index: int) -> int:
     return next(token for i, token in enumerate(output) if i >= index and token not in output[:i])
 
 
-def test_eos_int(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
-    eos = first_seen(output, 3)
-    got = duo.same(prompt, max_new_tokens=NEW, eos_token_id=eos)
-    assert got[0, -1] == eos
-    assert got.shape[1] == prompt.shape[1] + output.index(eos) + 1
-
-
-def test_eos_at_the_first_token(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
-    assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=output[0]).shape[1] == prompt.shape[1] + 1
-
-
-def test_eos_list_stops_at_whichever_comes_first(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+def test_ends(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+    """One, one that comes at once, and whichever comes first of several."""
     eos = first_seen(output, 3)
     later = first_seen(output, output.index(eos) + 1)
-    assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=[later, eos])[0, -1] == eos
+    for ends, place in ((eos, output.index(eos)), (output[0], 0), ([later, eos], output.index(eos))):
+        assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=ends)[0, 7:].tolist() == output[: place + 1]
 
 
 def test_eos_in_the_prompt_does_not_stop(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
