@@ -188,7 +188,6 @@ WAYS: list[dict[str, Any]] = [
     {"stop_sequence": "w50"},
     {"truncation": True, "tokenizer_encode_kwargs": {"max_length": 8, "padding": "max_length"}},
 ]
-
 NATIVE: dict[str, Any] = {"stop_sequence": "w50", "num_beams": 2}
 
 
@@ -223,13 +222,7 @@ def test_the_tokenizer_is_used_by_one_thread_at_a_time(monkeypatch: pytest.Monke
             monkeypatch.setattr(cls, name, noted(name))
         chat = [{"role": "user", "content": TEXTS[0]}]
         with ThreadPoolExecutor(2) as threads:
-            for inputs, way in (
-                (TEXTS[0], {}),
-                (chat, {}),
-                (TEXTS, {}),
-                *((TEXTS[1], way) for way in WAYS),
-                (TEXTS[2], NATIVE),
-            ):
+            for inputs, way in ((chat, {}), (TEXTS, {}), *((TEXTS[1], way) for way in WAYS), (TEXTS[2], NATIVE)):
                 threads.submit(made.served, inputs, **GREEDY, **way).result()
         assert not unlocked
 
