@@ -35,7 +35,6 @@ def history() -> History:
 def drawn(history: History, width: int, note: str = "") -> list[str]:
     console = Console(width=width, file=io.StringIO(), force_terminal=False)
     console.print(picture(history, "http://here:8000", width, note))
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
 

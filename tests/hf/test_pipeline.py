@@ -92,7 +92,7 @@ def test_unseeded_samples_repeat_with_torchs_seed_and_differ_between_items(both:
     assert len({item[0]["generated_text"] for item in first}) > 6
 
 
-class Listed(Dataset):  # type: ignore[type-arg]
+class Listed(Dataset):
     def __getitem__(self, i: int) -> str:
         return TEXTS[i]
 

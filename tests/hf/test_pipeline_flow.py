@@ -84,7 +84,7 @@ def test_a_result_does_not_wait_for_the_next_item(both: Pipes) -> None:
 
 
 def iter_queue(queue: Queue[str | None]) -> Iterator[str]:
-    yield from iter(queue.get, None)  # type: ignore[misc]
+    yield from iter(queue.get, None)
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_one_item_that_does_not_fit(batch_size: int) -> None:
         assert found == made.plain(items[:1] + items[2:], **GREEDY)
 
 
-class Holed(Dataset):  # type: ignore[type-arg]
+class Holed(Dataset):
     def __len__(self) -> int:
         return 4
 

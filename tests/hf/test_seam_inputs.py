@@ -31,13 +31,10 @@ def test_the_ways_to_pass_ids(duo: seam.Duo) -> None:
         assert torch.equal(duo.same(**given, max_new_tokens=NEW), positional)
 
 
-def test_ids_given_twice(duo: seam.Duo) -> None:
-    ids = ROWS[0][None]
+def test_arguments_given_twice_or_too_many(duo: seam.Duo) -> None:
     for model in (duo.plain, duo.served):
         with pytest.raises(TypeError, match="inputs"):
-            model.generate(ids, inputs=ids, max_new_tokens=NEW)
-        with pytest.raises(ValueError, match="inputs"):
-            model.generate(ids, input_ids=ids, max_new_tokens=NEW)
+            model.generate(seam.PROMPT, inputs=seam.PROMPT)
         with pytest.raises(TypeError, match="positional"):
             model.generate(*[None] * 30)
 

@@ -58,12 +58,6 @@ def test_num_return_sequences(duo: seam.Duo) -> None:
     assert [row[11:].tolist() for row in got] == [alone(duo, rows[i // 3], 40 + i) for i in range(6)]
 
 
-def test_num_return_sequences_without_sampling_is_refused_alike(duo: seam.Duo) -> None:
-    for model in (duo.plain, duo.served):
-        with pytest.raises(ValueError, match="num_return_sequences"):
-            model.generate(seam.prompts(5)[0][None], max_new_tokens=4, num_return_sequences=2)
-
-
 def test_row_i_of_a_batch_has_the_seed_plus_i(duo: seam.Duo) -> None:
     rows = seam.prompts(5, 11, 2)
     call = {"do_sample": True, "temperature": 2.0, "max_new_tokens": NEW}

@@ -91,12 +91,3 @@ def test_a_streamers_error_is_its_callers(duo: seam.Duo) -> None:
             model.generate(seam.prompts(4)[0][None], max_new_tokens=200, streamer=streamer)
         assert len(streamer.events) == 3
     assert len(neighbour.result(timeout=20).tokens) == 60
-
-
-def test_transformers_own_refusals_of_streamers(duo: seam.Duo) -> None:
-    two = torch.stack(seam.prompts(4, 4))
-    for model in (duo.plain, duo.served):
-        with pytest.raises(ValueError, match="beam search"):
-            model.generate(two, num_beams=2, max_new_tokens=4, streamer=seam.Recorder())
-        with pytest.raises(ValueError, match="batch size 1"):
-            model.generate(two, max_new_tokens=4, streamer=TextStreamer(seam.word_tokenizer()))
