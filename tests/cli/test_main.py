@@ -85,11 +85,8 @@ def test_exit_statuses(
     said = capsys.readouterr().err
     assert said in ("", "hf-cb: a: takes b\n", "hf-cb: no room\n")
     assert bool(said) == (status == 1)
-
-
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_cb.cli.top._look", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         main(["top"])
 
 
@@ -160,6 +157,8 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def test_settings_come_from_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_CB_API_KEYS", raising=False)
+    assert serve.settings_of(parsed()) == ServerSettings()
     (tmp_path / "keys").write_text("one\n\n two \n")
     monkeypatch.setenv("HF_CB_API_KEYS", "three, four,")
     words = ["--api-key", "zero", "--api-key-file", str(tmp_path / "keys"), "--max-n", "3", "--read-timeout", "2.5"]
@@ -168,21 +167,14 @@ def test_settings_come_from_options(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert settings == dataclasses.replace(ServerSettings(), api_keys=settings.api_keys, max_n=3, read_timeout=2.5)
 
 
-def test_defaults_are_those_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"k\xe9y\n", "api_keys: takes strings of printable ASCII"), (b"\n", r"api_key_file: .* has no key in it")],
+)
+def test_key_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str) -> None:
     monkeypatch.delenv("HF_CB_API_KEYS", raising=False)
-    assert serve.settings_of(parsed()) == ServerSettings()
-
-
-def test_a_key_file_in_another_encoding(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_bytes(b"k\xe9y\n")
-    with pytest.raises(InvalidArgumentError, match="api_keys: takes strings of printable ASCII"):
-        serve.settings_of(parsed("--api-key-file", str(tmp_path / "keys")))
-
-
-def test_a_key_file_without_keys_opens_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_CB_API_KEYS", raising=False)
-    (tmp_path / "keys").write_text("\n")
-    with pytest.raises(InvalidArgumentError, match=r"api_key_file: .* has no key in it"):
+    (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(InvalidArgumentError, match=message):
         serve.settings_of(parsed("--api-key-file", str(tmp_path / "keys")))
 
 

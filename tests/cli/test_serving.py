@@ -45,7 +45,6 @@ def served(tmp_path: Path) -> Iterator[Served]:
         text=True,
         env=environment(),
     )
-    assert process.stderr is not None
     with process:
         try:
             lines = []

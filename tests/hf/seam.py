@@ -34,12 +34,21 @@ PROMPT = prompts(6)[0][None]
 
 def plain(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
     """What the model as it is now generates by itself, whatever is installed on it."""
-    return type(model).generate(model, prompt, **{"max_new_tokens": NEW, **options})  # type: ignore[no-any-return]
+    return type(model).generate(model, prompt, **{"max_new_tokens": NEW, **options})
 
 
 def served(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
     """What its `generate` gives."""
-    return model.generate(prompt, **{"max_new_tokens": NEW, **options})  # type: ignore[no-any-return]
+    return model.generate(prompt, **{"max_new_tokens": NEW, **options})
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """As after `torch.manual_seed(seed)`, for the block alone."""
+    with torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
 
 
 def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -88,9 +97,7 @@ class Duo:
         The engine must have served the call, or run it natively for a reason that contains `native`. A seed is given to the
         served call; plain generate runs after `torch.manual_seed`.
         """
-        with torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.manual_seed(seed)
+        with seeded(seed):
             want = self.plain.generate(*args, **kwargs)
         with self.native_calls() as reasons:
             got = self.served.generate(*args, **kwargs, **({} if seed is None else {"seed": seed}))
@@ -105,6 +112,18 @@ class Duo:
             return want.sequences
         _compare(got, want)
         return want
+
+    def same_error(self, *args: Any, **kwargs: Any) -> tuple[type[Exception], str]:
+        """The type and the text of what both raise, after comparing them."""
+        errors: list[tuple[type[Exception], str]] = []
+        for model in (self.plain, self.served):
+            try:
+                model.generate(*args, **kwargs)
+            except Exception as error:
+                errors.append((type(error), str(error)))
+        assert len(errors) == 2
+        assert errors[0] == errors[1]
+        return errors[0]
 
     @torch.no_grad()
     def both(self, change: Callable[[Any], object]) -> None:

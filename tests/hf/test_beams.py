@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,12 +48,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def duo() -> Iterator[seam.Duo]:
-    with seam.duo() as made:
-        yield made
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", SEARCHES)
 def test_sequences(duo: seam.Duo, name: str, rows: int) -> None:
@@ -79,8 +72,7 @@ def test_scores_logits_and_indices(duo: seam.Duo, name: str, rows: int) -> None:
     if call.get("do_sample") and rows > 1:  # each prompt has draws of its own
         call |= {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     batch = seam.left_padded(seam.prompts(7, 12, 4)[:rows])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+    with seam.seeded(3):
         want = duo.plain.generate(**batch, **call)
     with duo.native_calls() as reasons:
         got = duo.served.generate(**batch, seed=3, **call)
@@ -122,8 +114,7 @@ def test_in_company(duo: seam.Duo, engine: str) -> None:
     for i, row in enumerate(samples):
         assert torch.equal(row, duo.served.generate(**forks, seed=3 + i)[0])
     for job, answer in zip(jobs, got, strict=True):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
+        with seam.seeded(3):
             want = duo.plain.generate(**job, max_new_tokens=NEW)
         assert torch.equal(answer[: len(want)], want)
 
@@ -135,7 +126,7 @@ def test_other_models(name: str) -> None:
         prompts = seam.prompts(21, 5, 14, 18)
         answers = crowd.answers(
             duo.engine,
-            [lambda p=p: duo.served.generate(p[None], num_beams=3, max_new_tokens=NEW) for p in prompts],  # type: ignore[misc]
+            [lambda p=p: duo.served.generate(p[None], num_beams=3, max_new_tokens=NEW) for p in prompts],
         )
         for prompt, got in zip(prompts, answers, strict=True):
             assert torch.equal(got, duo.plain.generate(prompt[None], num_beams=3, max_new_tokens=NEW))
@@ -187,9 +178,7 @@ def test_a_default_dtype(duo: seam.Duo) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         kept = {"return_dict_in_generate": True, "output_scores": True}
-        want, got = (
-            m.generate(seam.prompts(6)[0][None], num_beams=2, max_new_tokens=5, **kept) for m in (duo.plain, duo.served)
-        )
+        want, got = (m.generate(seam.PROMPT, num_beams=2, max_new_tokens=5, **kept) for m in (duo.plain, duo.served))
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(got.sequences, want.sequences)
@@ -203,7 +192,7 @@ class OneNaN(LogitsProcessor):
 
 
 def test_nan_of_a_processors_own(duo: seam.Duo) -> None:
-    duo.same(seam.prompts(6)[0][None], num_beams=2, max_new_tokens=3, logits_processor=LogitsProcessorList([OneNaN()]))
+    duo.same(seam.PROMPT, num_beams=2, max_new_tokens=3, logits_processor=LogitsProcessorList([OneNaN()]))
 
 
 def test_nan_of_the_models_fails_its_request_alone() -> None:
@@ -257,7 +246,7 @@ class StopAfter(StoppingCriteria):
 
 def test_own_processors_and_criteria_see_all_beams(duo: seam.Duo) -> None:
     """As in plain generate: every call's rows, in their order, once per step."""
-    prompt, notes = seam.prompts(6)[0][None], []
+    prompt, notes = seam.PROMPT, []
     before = duo.engine.stats().native_calls
     for model in (duo.plain, duo.served):
         note, stop = Note(), StopAfter(13)
@@ -281,7 +270,7 @@ class Raises(LogitsProcessor):
 
 
 def test_an_error_is_the_callers_alone(duo: seam.Duo) -> None:
-    prompt = seam.prompts(6)[0][None]
+    prompt = seam.PROMPT
     with ThreadPoolExecutor(2) as threads:
         with crowd.held(duo.engine, 2):
             raising = threads.submit(
@@ -296,8 +285,8 @@ def test_an_error_is_the_callers_alone(duo: seam.Duo) -> None:
 
 def test_a_timeout_ends_all_beams(duo: seam.Duo) -> None:
     with pytest.raises(hf_cb.RequestTimeoutError):
-        duo.served.generate(seam.prompts(6)[0][None], num_beams=3, max_new_tokens=100, timeout=0.02)
-    duo.same(seam.prompts(6)[0][None], num_beams=3, max_new_tokens=NEW)
+        duo.served.generate(seam.PROMPT, num_beams=3, max_new_tokens=100, timeout=0.02)
+    duo.same(seam.PROMPT, num_beams=3, max_new_tokens=NEW)
     assert duo.engine.stats().blocks_used == duo.engine.stats().running == 0
 
 
@@ -307,13 +296,6 @@ def test_what_the_engine_has_no_room_for_runs_natively() -> None:
         duo.same(prompt, num_beams=4, max_new_tokens=8)
         duo.same(prompt, num_beams=5, max_new_tokens=8, native="num_beams: 5 beams")
         duo.same(prompt, num_beams=4, max_new_tokens=20, native="num_beams: 4 beams of 29 tokens can take 22 blocks")
-
-
-def test_refused_alike(duo: seam.Duo) -> None:
-    for call in ({"num_beams": 2, "num_return_sequences": 3}, {"num_beams": 2, "streamer": seam.Recorder()}):
-        for model in (duo.plain, duo.served):
-            with pytest.raises(ValueError, match=r"num_return_sequences|streamer"):
-                model.generate(seam.prompts(5)[0][None], max_new_tokens=4, **call)
 
 
 @pytest.mark.timeout(60)
@@ -339,8 +321,7 @@ def test_random_searches_and_samples_in_a_small_pool(duo: seam.Duo) -> None:
         stats = made.engine.stats()
         inside.scheduler(made.engine).check()
     for call, answer in zip(jobs, got, strict=True):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
+        with seam.seeded(11):
             assert torch.equal(answer, duo.plain.generate(**call))
     assert stats.native_calls == {}
     assert stats.preemptions > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -103,8 +102,7 @@ class Case:
     options: dict[str, Any]
 
     def plain(self, duo: seam.Duo) -> list[int]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        with seam.seeded(self.seed):
             return duo.plain.generate(self.prompt, max_new_tokens=NEW, **self.options)[0].tolist()
 
     def served(self, duo: seam.Duo) -> list[int]:
@@ -121,12 +119,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "token budget 8": {"max_batch_tokens": 8},
     "small pool": {"block_size": 4, "num_blocks": 10},
 }
-
-
-@pytest.fixture(scope="module")
-def duo() -> Iterator[seam.Duo]:
-    with seam.duo() as made:
-        yield made
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,8 +166,7 @@ def test_rows_of_a_padded_batch(duo: seam.Duo, name: str) -> None:
         alone = {key: value[i : i + 1] for key, value in batch.items()}
         if "prefix_allowed_tokens_fn" in options:
             options["prefix_allowed_tokens_fn"] = lambda _, ids, i=i: allowed(i, ids)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(40 + i)
+        with seam.seeded(40 + i):
             want = duo.plain.generate(**alone, max_new_tokens=NEW, **options)[0].tolist()
         assert row == want + [0] * (len(row) - len(want))
 
@@ -247,8 +238,7 @@ def test_scores_of_rows_that_end_apart(duo: seam.Duo, engine: dict[str, Any]) ->
             assert len(got.scores) == got.sequences.shape[1] - 12
             for i in range(8):
                 alone = {name: value[i : i + 1] for name, value in rows.items()}
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(4 + i)
+                with seam.seeded(4 + i):
                     want = duo.plain.generate(**alone, **kept, **ends, **options)
                 length = want.sequences.shape[1]
                 assert torch.equal(got.sequences[i, :length], want.sequences[0])

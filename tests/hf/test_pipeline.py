@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from crowd import held
+from seam import seeded
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor, StoppingCriteria
 from transformers.pipelines.pt_utils import KeyDataset
@@ -57,37 +58,33 @@ def test_lists(both: Pipes, options: dict[str, Any], batch_size: int) -> None:
     assert len(want) == len(TEXTS)
 
 
-@pytest.mark.parametrize("inputs", [TEXTS[0], TEXTS, CHATS[0], CHATS, PREFILLED[0], [*CHATS, *PREFILLED], [TEXTS[1]]], ids=len)
+@pytest.mark.parametrize(
+    "inputs", [TEXTS[0], TEXTS, CHATS[0], CHATS, PREFILLED[0], [*CHATS, *PREFILLED], [TEXTS[1]], ["", *TEXTS[:3]]], ids=len
+)
 def test_kinds_of_input(both: Pipes, inputs: Any) -> None:
     both.same(inputs)
     both.same(inputs, return_full_text=False)
 
 
-def test_a_model_that_ends_its_texts() -> None:
-    with pipes(eos_token_id=7) as made:
-        made.same(TEXTS, max_new_tokens=30)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2"])
+def test_models_that_end_their_texts_apart(name: str) -> None:
+    with pipes(name, **({"eos_token_id": 7} if name == "llama" else {})) as made:
+        made.same(TEXTS, max_new_tokens=30, batch_size=4)
         made.same(TEXTS, max_new_tokens=30, batch_size=3, return_tensors=True)
 
 
-def test_an_empty_prompt(both: Pipes) -> None:
-    both.same(["", *TEXTS[:3]])
-
-
-def test_samples(both: Pipes) -> None:
-    got = both.served(TEXTS, do_sample=True, max_new_tokens=7, seed=11)
-    assert got == [both.sampled(text, 11) for text in TEXTS]
-
-
-def test_several_sequences_of_each_item(both: Pipes) -> None:
+def test_samples_and_several_of_each_item(both: Pipes) -> None:
+    assert both.served(TEXTS, do_sample=True, max_new_tokens=7, seed=11) == [both.sampled(text, 11) for text in TEXTS]
     got = both.served(TEXTS, do_sample=True, num_return_sequences=3, max_new_tokens=7, seed=11)
     assert got == [[both.sampled(text, 11 + i)[0] for i in range(3)] for text in TEXTS]
 
 
-def test_unseeded_samples_repeat_with_torchs_seed_and_differ_between_items(both: Pipes) -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_unseeded_samples_repeat_with_torchs_seed_and_differ_between_items(both: Pipes, native: bool) -> None:
     def run() -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            return both.served([TEXTS[0]] * 12, do_sample=True, max_new_tokens=7), torch.rand(())
+        with seeded(3):
+            options = {"max_new_tokens": 7, **({"guidance_scale": 1.5} if native else {})}
+            return both.served([TEXTS[0]] * 12, do_sample=True, **options), torch.rand(())
 
     (first, drawn), (second, drawn_again) = run(), run()
     assert first == second
@@ -95,7 +92,7 @@ def test_unseeded_samples_repeat_with_torchs_seed_and_differ_between_items(both:
     assert len({item[0]["generated_text"] for item in first}) > 6
 
 
-class Listed(Dataset):  # type: ignore[type-arg]
+class Listed(Dataset):
     def __getitem__(self, i: int) -> str:
         return TEXTS[i]
 
@@ -149,22 +146,12 @@ def test_what_the_engine_cannot_serve(both: Pipes) -> None:
     both.same(TEXTS)
 
 
-def test_sampled_native_calls_repeat_with_torchs_seed(both: Pipes) -> None:
-    def run() -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            return both.served(TEXTS[:4], do_sample=True, max_new_tokens=5, guidance_scale=1.5)
-
-    assert run() == run()
-
-
 @pytest.mark.parametrize("name", ["bloom", "mamba"])
 def test_a_model_that_the_engine_cannot_serve(name: str) -> None:
     with pipes(name) as made:
         assert made.engine.unsupported_reason
         made.same(TEXTS, native=True)
-        with torch.random.fork_rng(devices=[]):  # as plain to the letter: one item after the other
-            torch.manual_seed(4)
+        with seeded(4):  # as plain to the letter: one item after the other
             want = made.plain(TEXTS[:3], do_sample=True, max_new_tokens=5)
             torch.manual_seed(4)
             assert made.served(TEXTS[:3], do_sample=True, max_new_tokens=5) == want
@@ -199,12 +186,6 @@ def test_inside_of_a_pause(both: Pipes) -> None:
 def test_a_small_queue() -> None:
     with pipes(options={"max_queue_size": 2, "max_batch_size": 2}) as made:
         made.same(TEXTS)
-
-
-def test_every_architecture_that_ends_its_batches_apart() -> None:
-    for name in ("gpt2", "mistral", "gemma2"):
-        with pipes(name) as made:
-            made.same(TEXTS, batch_size=4)
 
 
 def test_the_serialized_backend(both: Pipes) -> None:

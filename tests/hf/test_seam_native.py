@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import models
@@ -14,22 +13,16 @@ import seam
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerationMixin
 
 import hf_cb
 
-NEW = 8
-PROMPT = seam.prompts(6)[0][None]
+NEW = seam.NEW
+PROMPT = seam.PROMPT
 BATCH = seam.left_padded(seam.prompts(6, 9, 3))
-
-
-@pytest.fixture(scope="module")
-def duo() -> Iterator[seam.Duo]:
-    with seam.duo() as made:
-        yield made
 
 
 class Forbid(LogitsProcessor):
@@ -66,10 +59,11 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         "StopAtMultiple for several rows",
         {"stopping_criteria": StoppingCriteriaList([StopAtMultiple()]), "pad_token_id": 0},
     ),
+    "an assistant": ("assistant_model", {"assistant_model": models.tiny("llama")}),
     "own decoding": ("custom_generate", {"custom_generate": backwards}),
     "prompt lookup": ("assisted_generation", {"prompt_lookup_num_tokens": 2}),
 }
-ONE_ROW = ("prompt lookup",)
+ONE_ROW = ("prompt lookup", "an assistant")
 
 
 @pytest.mark.parametrize(("reason", "call"), CALLS.values(), ids=CALLS)
@@ -82,10 +76,6 @@ def test_the_options_above_change_something(duo: seam.Duo) -> None:
     usual = duo.same(**BATCH, max_new_tokens=NEW)
     for name in ("guidance", "processor", "criterion", "criterion without an end"):
         assert not torch.equal(duo.plain.generate(**BATCH, max_new_tokens=NEW, **CALLS[name][1]), usual), name
-
-
-def test_assistant(duo: seam.Duo) -> None:
-    duo.same(PROMPT, max_new_tokens=NEW, assistant_model=models.tiny("llama"), native="assistant_model")
 
 
 def test_embeddings_instead_of_ids(duo: seam.Duo) -> None:
@@ -113,12 +103,10 @@ def test_a_cache_of_the_callers(duo: seam.Duo) -> None:
 
 def test_training_mode() -> None:
     with seam.duo() as duo:
-        for model in (duo.plain, duo.served):
-            model.train()
+        duo.both(lambda model: model.train())
         duo.same(PROMPT, max_new_tokens=NEW, native="training mode")
         assert duo.served.training
-        duo.served.eval()
-        duo.plain.eval()
+        duo.both(lambda model: model.eval())
         duo.same(PROMPT, max_new_tokens=NEW)
 
 
@@ -129,14 +117,11 @@ def test_autocast(duo: seam.Duo) -> None:
 
 def test_options_of_the_models_generation_config() -> None:
     with seam.duo() as duo:
-        for model in (duo.plain, duo.served):
-            model.generation_config.num_beams = 2
+        duo.both(lambda model: model.generation_config.update(num_beams=2))
         duo.same(PROMPT, max_new_tokens=NEW)
-        for model in (duo.plain, duo.served):
-            model.generation_config.prompt_lookup_num_tokens = 2
+        duo.both(lambda model: model.generation_config.update(prompt_lookup_num_tokens=2))
         duo.same(PROMPT, max_new_tokens=NEW, num_beams=1, native="assisted_generation")
-        for model in (duo.plain, duo.served):
-            model.generation_config.prompt_lookup_num_tokens = None
+        duo.both(lambda model: model.generation_config.update(prompt_lookup_num_tokens=None))
         duo.same(PROMPT, max_new_tokens=NEW, num_beams=1)
 
 
@@ -196,44 +181,37 @@ def test_each_call_is_counted_under_its_reason() -> None:
 )
 def test_fallback_error(reason: str, call: dict[str, Any]) -> None:
     with seam.duo(options={"fallback": "error"}) as duo:
-        with pytest.raises(hf_cb.UnsupportedCallError) as caught:
-            duo.served.generate(PROMPT, max_new_tokens=NEW, **call)
-        assert reason in str(caught.value)
+        recorder = seam.Recorder()
+        with pytest.raises(hf_cb.UnsupportedCallError, match=reason):
+            duo.served.generate(PROMPT, max_new_tokens=NEW, streamer=recorder, **call)
+        assert recorder.events == []
         assert duo.engine.stats().native_calls == {}
         duo.same(PROMPT, max_new_tokens=NEW)
 
 
-def test_fallback_error_puts_nothing_into_the_streamer() -> None:
-    with seam.duo(options={"fallback": "error"}) as duo:
-        recorder = seam.Recorder()
-        with pytest.raises(hf_cb.UnsupportedCallError):
-            duo.served.generate(PROMPT, max_new_tokens=NEW, guidance_scale=1.5, streamer=recorder)
-        assert recorder.events == []
+TWO = torch.stack(seam.prompts(4, 4))
+REFUSALS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "max_new_tokens": ((PROMPT,), {"max_new_tokens": -1}),
+    "max_length": ((PROMPT,), {"max_length": 4, "max_new_tokens": None}),
+    "max_new_token": ((PROMPT,), {"max_new_token": 4}),
+    "temperature": ((PROMPT,), {"do_sample": True, "temperature": -1.0}),
+    "top_p": ((PROMPT,), {"do_sample": True, "top_p": -2.0}),
+    "synced_gpus": ((PROMPT,), {"synced_gpus": True}),
+    "attention_mask": ((PROMPT,), {"attention_mask": torch.ones(1, 1, 6, 6)}),
+    "cache_implementation": ((PROMPT,), {"cache_implementation": "none of these"}),
+    "logits_processor": ((PROMPT,), {"logits_processor": 5}),
+    "num_return_sequences": ((PROMPT,), {"num_return_sequences": 2}),
+    "num_return_sequences of beams": ((PROMPT,), {"num_beams": 2, "num_return_sequences": 3}),
+    "streamer of beams": ((TWO,), {"num_beams": 2, "streamer": seam.Recorder()}),
+    "streamer of texts, two rows": ((TWO,), {"streamer": TextStreamer(seam.word_tokenizer())}),
+    "a list": (([[1, 2, 3]],), {}),
+    "inputs and input_ids": ((PROMPT,), {"input_ids": PROMPT}),
+}
 
 
-def _refusals() -> dict[str, Callable[[Any], Any]]:
-    return {
-        "max_new_tokens": lambda model: model.generate(PROMPT, max_new_tokens=-1),
-        "max_length": lambda model: model.generate(PROMPT, max_length=4),
-        "typo": lambda model: model.generate(PROMPT, max_new_token=4),
-        "temperature": lambda model: model.generate(PROMPT, max_new_tokens=4, do_sample=True, temperature=-1.0),
-        "top_p": lambda model: model.generate(PROMPT, max_new_tokens=4, do_sample=True, top_p=-2.0),
-        "synced_gpus": lambda model: model.generate(PROMPT, max_new_tokens=4, synced_gpus=True),
-        "mask": lambda model: model.generate(PROMPT, max_new_tokens=4, attention_mask=torch.ones(1, 1, 6, 6)),
-        "cache": lambda model: model.generate(PROMPT, max_new_tokens=4, cache_implementation="none of these"),
-        "list": lambda model: model.generate([[1, 2, 3]], max_new_tokens=4),
-        "processors": lambda model: model.generate(PROMPT, max_new_tokens=4, logits_processor=5),
-    }
-
-
-@pytest.mark.parametrize("refused", _refusals().values(), ids=_refusals())
-def test_transformers_own_refusals(duo: seam.Duo, refused: Callable[[Any], Any]) -> None:
-    caught = []
-    for model in (duo.plain, duo.served):
-        with pytest.raises(Exception) as info:
-            refused(model)
-        caught.append((info.type, str(info.value)))
-    assert caught[0] == caught[1]
+@pytest.mark.parametrize(("args", "options"), REFUSALS.values(), ids=REFUSALS)
+def test_transformers_own_refusals(duo: seam.Duo, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    duo.same_error(*args, **{"max_new_tokens": 4, **options})
 
 
 def test_generation_parameters_in_the_models_config_are_refused() -> None:
@@ -282,18 +260,14 @@ def test_methods_that_generate_calls(place: str, installed_first: bool, monkeypa
     """Whoever replaces one gets it called, and whoever takes it away again is served again."""
     model = models.tiny("llama")
     own = model.__class__ = type("Own", (type(model),), {})  # patched alone
-    plain = functools.partial(generate_of, model, PROMPT, max_new_tokens=NEW)
     if installed_first:
         hf_cb.install(model)
     for name, method in METHODS.items():
-        if place == "of the model" and name in (
-            "generate",
-            "_sample",
-        ):  # generate takes those from the class, or is that itself
-            continue
+        if place == "of the model" and name in ("generate", "_sample"):
+            continue  # generate takes those from the class, or is that itself
         method = functools.wraps(getattr(GenerationMixin, name))(method)  # which makes it look like transformers' own
         with monkeypatch.context() as patch:
-            before = plain()
+            before = seam.plain(model)
             if place == "of the class":
                 model.__class__ = type("Mine", (own,), {name: method})
             elif place == "of the model":
@@ -302,14 +276,14 @@ def test_methods_that_generate_calls(place: str, installed_first: bool, monkeypa
                 patch.setattr(own if place == "on the class" else GenerationMixin, name, method, raising=False)
             if not installed_first:
                 hf_cb.install(model)
-            engine, want = hf_cb.get_engine(model), plain()
+            engine, want = hf_cb.get_engine(model), seam.plain(model)
             assert not torch.equal(want, before), name
-            assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), want)
+            assert torch.equal(seam.served(model), want)
             reason = f"{name} is not transformers' own"
             assert engine.stats().native_calls[reason] == 1
             patch.undo()
             model.__class__ = own
-            assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), plain())
+            assert torch.equal(seam.served(model), seam.plain(model))
             assert engine.stats().native_calls[reason] == 1
             if not installed_first:
                 hf_cb.uninstall(model)
@@ -317,24 +291,20 @@ def test_methods_that_generate_calls(place: str, installed_first: bool, monkeypa
         hf_cb.uninstall(model)
 
 
-def generate_of(model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return type(model).generate(model, *args, **kwargs)
-
-
 def test_a_processor_that_the_class_adds_is_served() -> None:
     """The preamble calls what makes processors, and hands them on."""
 
-    class Own(type(models.tiny("llama"))):  # type: ignore[misc]
+    class Own(type(models.tiny("llama"))):
         def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
             return LogitsProcessorList([*super()._get_logits_processor(*args, **kwargs), Forbid()])
 
     model = models.tiny("llama")
-    usual = model.generate(PROMPT, max_new_tokens=NEW)
+    usual = seam.served(model)
     model.__class__ = Own
     with hf_cb.continuous_batching(model, fallback="error"):
-        want = generate_of(model, PROMPT, max_new_tokens=NEW)
+        want = seam.plain(model)
         assert not torch.equal(want, usual)
-        assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), want)
+        assert torch.equal(seam.served(model), want)
 
 
 def tripled(module: Any, args: Any, output: Any = None) -> Any:
@@ -348,21 +318,21 @@ def tripled(module: Any, args: Any, output: Any = None) -> Any:
 @pytest.mark.parametrize("installed_first", [True, False])
 def test_hooks_for_all_modules(kind: str, installed_first: bool) -> None:
     model = models.tiny("llama")
-    usual = model.generate(PROMPT, max_new_tokens=NEW)
+    usual = seam.served(model)
     if installed_first:
         hf_cb.install(model)
     handle = getattr(torch.nn.modules.module, f"register_module_{kind}")(tripled)
     try:
         engine = hf_cb.get_engine(model) if installed_first else hf_cb.install(model)
-        want = generate_of(model, PROMPT, max_new_tokens=NEW)
+        want = seam.plain(model)
         assert not torch.equal(want, usual)
-        assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), want)
+        assert torch.equal(seam.served(model), want)
         assert ["for all modules" in reason for reason in engine.stats().native_calls] == [True]
         with pytest.raises(hf_cb.UnsupportedModelError, match="for all modules"):
             engine.submit(PROMPT, max_new_tokens=NEW)
     finally:
         handle.remove()
-    assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), usual)
+    assert torch.equal(seam.served(model), usual)
     assert engine.submit(PROMPT, max_new_tokens=NEW).result().tokens == tuple(usual[0, 6:].tolist())
     assert sum(engine.stats().native_calls.values()) == 1
     hf_cb.uninstall(model)
@@ -387,15 +357,15 @@ class Negated(TorchDispatchMode):
 @pytest.mark.parametrize("mode", [Doubled, Negated])
 def test_modes_of_the_calling_thread(mode: Any) -> None:
     model = models.tiny("llama")
-    usual = model.generate(PROMPT, max_new_tokens=NEW)
+    usual = seam.served(model)
     with mode():  # the engine's twin is not made under it
         engine = hf_cb.install(model)
-        want = generate_of(model, PROMPT, max_new_tokens=NEW)
+        want = seam.plain(model)
         assert not torch.equal(want, usual)
-        assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), want)
+        assert torch.equal(seam.served(model), want)
     assert engine.stats().native_calls == {f"{mode.__name__} is on in the calling thread": 1}
-    assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), usual)
+    assert torch.equal(seam.served(model), usual)
     with torch.device("cpu"):  # a mode too, that changes nothing where devices are named
-        assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW), usual)
+        assert torch.equal(seam.served(model), usual)
     assert sum(engine.stats().native_calls.values()) == 1
     hf_cb.uninstall(model)

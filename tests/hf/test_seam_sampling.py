@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 NEW = 16
+PROMPT = seam.PROMPT
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "hot": {"temperature": 2.5},
@@ -28,41 +28,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def duo() -> Iterator[seam.Duo]:
-    with seam.duo() as made:
-        yield made
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_one_row(duo: seam.Duo, options: dict[str, Any]) -> None:
-    prompt, ends = seam.prompts(6)[0][None], list(range(3, models.VOCAB, 11))
+    ends = list(range(3, models.VOCAB, 11))
     for seed in range(6):
-        duo.same(prompt, seed=seed, do_sample=True, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=0, **options)
+        duo.same(PROMPT, seed=seed, do_sample=True, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=0, **options)
 
 
 def test_seeds_matter(duo: seam.Duo) -> None:
-    prompt = seam.prompts(6)[0][None]
     call = {"do_sample": True, "max_new_tokens": NEW, "temperature": 3.0}
-    assert len({tuple(duo.served.generate(prompt, seed=seed, **call)[0].tolist()) for seed in range(8)}) == 8
+    assert len({tuple(duo.served.generate(PROMPT, seed=seed, **call)[0].tolist()) for seed in range(8)}) == 8
 
 
 def test_without_sampling_a_seed_changes_nothing(duo: seam.Duo) -> None:
-    prompt = seam.prompts(6)[0][None]
-    assert torch.equal(duo.same(prompt, seed=1, max_new_tokens=NEW), duo.same(prompt, max_new_tokens=NEW))
+    assert torch.equal(duo.same(PROMPT, seed=1, max_new_tokens=NEW), duo.same(PROMPT, max_new_tokens=NEW))
 
 
 def alone(duo: seam.Duo, row: torch.Tensor, seed: int) -> list[int]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seam.seeded(seed):
         out = duo.plain.generate(row[None], do_sample=True, temperature=2.0, max_new_tokens=NEW)
     return out[0, len(row) :].tolist()
-
-
-def test_row_i_of_a_batch_has_the_seed_plus_i(duo: seam.Duo) -> None:
-    rows = seam.prompts(5, 11, 2)
-    got = duo.served.generate(**seam.left_padded(rows), do_sample=True, temperature=2.0, max_new_tokens=NEW, seed=40)
-    assert [row[11:].tolist() for row in got] == [alone(duo, row, 40 + i) for i, row in enumerate(rows)]
 
 
 def test_num_return_sequences(duo: seam.Duo) -> None:
@@ -73,18 +58,14 @@ def test_num_return_sequences(duo: seam.Duo) -> None:
     assert [row[11:].tolist() for row in got] == [alone(duo, rows[i // 3], 40 + i) for i in range(6)]
 
 
-def test_num_return_sequences_without_sampling_is_refused_alike(duo: seam.Duo) -> None:
-    for model in (duo.plain, duo.served):
-        with pytest.raises(ValueError, match="num_return_sequences"):
-            model.generate(seam.prompts(5)[0][None], max_new_tokens=4, num_return_sequences=2)
-
-
-def test_submit_and_generate_agree(duo: seam.Duo) -> None:
+def test_row_i_of_a_batch_has_the_seed_plus_i(duo: seam.Duo) -> None:
     rows = seam.prompts(5, 11, 2)
     call = {"do_sample": True, "temperature": 2.0, "max_new_tokens": NEW}
-    results = duo.engine.generate_batch(rows, seed=40, **call)
-    assert [list(result.tokens) for result in results] == [alone(duo, row, 40 + i) for i, row in enumerate(rows)]
-    assert list(duo.engine.submit(rows[1], seed=41, **call).result().tokens) == list(results[1].tokens)
+    want = [alone(duo, row, 40 + i) for i, row in enumerate(rows)]
+    got = duo.served.generate(**seam.left_padded(rows), seed=40, **call)
+    assert [row[11:].tolist() for row in got] == want
+    assert [list(result.tokens) for result in duo.engine.generate_batch(rows, seed=40, **call)] == want
+    assert list(duo.engine.submit(rows[1], seed=41, **call).result().tokens) == want[1]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +84,11 @@ def test_seeds_are_independent_of_neighbours_budget_and_preemption(duo: seam.Duo
 
 
 def test_without_a_seed_manual_seed_makes_it_repeatable(duo: seam.Duo) -> None:
-    prompt, outputs = seam.prompts(6)[0][None], []
+    outputs = []
     with torch.random.fork_rng(devices=[]):
         for seed in (5, 5, 6):
             torch.manual_seed(seed)
-            outputs.append([duo.served.generate(prompt, do_sample=True, temperature=3.0, max_new_tokens=NEW) for _ in range(3)])
+            outputs.append([duo.served.generate(PROMPT, do_sample=True, temperature=3.0, max_new_tokens=NEW) for _ in range(3)])
     assert all(map(torch.equal, outputs[0], outputs[1]))
     assert not any(map(torch.equal, outputs[0], outputs[2]))
     assert not torch.equal(outputs[0][0], outputs[0][1])
@@ -120,7 +101,7 @@ def test_without_a_seed_a_call_draws_once_whatever_its_length(duo: seam.Duo) -> 
         return torch.get_rng_state()
 
     with torch.random.fork_rng(devices=[]):
-        prompt = {"input_ids": seam.prompts(6)[0][None]}
+        prompt = {"input_ids": PROMPT}
         torch.manual_seed(5)
         untouched = torch.get_rng_state()
         torch.randint(0, 1 << 62, ())
@@ -139,33 +120,34 @@ def test_without_a_seed_a_call_draws_once_whatever_its_length(duo: seam.Duo) -> 
 
 
 def test_a_native_call_with_a_seed_leaves_the_global_generator_alone(duo: seam.Duo) -> None:
-    prompt = seam.prompts(6)[0][None]
     before = torch.get_rng_state()
     call = {"do_sample": True, "temperature": 3.0, "guidance_scale": 1.2, "max_new_tokens": NEW}
-    first = duo.same(prompt, seed=9, native="Guidance", **call)
+    first = duo.same(PROMPT, seed=9, native="Guidance", **call)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(duo.same(prompt, seed=9, native="Guidance", **call), first)
-    assert not torch.equal(duo.same(prompt, seed=10, native="Guidance", **call), first)
+    assert torch.equal(duo.same(PROMPT, seed=9, native="Guidance", **call), first)
+    assert not torch.equal(duo.same(PROMPT, seed=10, native="Guidance", **call), first)
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 1.5, True, "7"])
 def test_wrong_seeds(duo: seam.Duo, seed: Any) -> None:
-    prompt = seam.prompts(6)[0][None]
     for call in (duo.served.generate, duo.engine.submit):
         with pytest.raises(seam.hf_cb.InvalidArgumentError, match=r"^seed: takes an integer from 0"):
-            call(prompt, max_new_tokens=2, do_sample=True, seed=seed)
+            call(PROMPT, max_new_tokens=2, do_sample=True, seed=seed)
 
 
-def test_warpers_passed_by_the_caller(duo: seam.Duo) -> None:
-    prompt = seam.prompts(6)[0][None]
-    usual = LogitsProcessorList([TemperatureLogitsWarper(3.0), TopKLogitsWarper(5)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=usual, max_new_tokens=NEW)
-    unusual = LogitsProcessorList([TopPLogitsWarper(0.6), TemperatureLogitsWarper(3.0)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=unusual, max_new_tokens=NEW)
-    twice = LogitsProcessorList([TemperatureLogitsWarper(3.0), TemperatureLogitsWarper(2.0)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=twice, max_new_tokens=NEW)
-    other_filter = LogitsProcessorList([TopKLogitsWarper(5, filter_value=-1.0)])
-    duo.same(prompt, seed=2, do_sample=True, top_k=0, logits_processor=other_filter, max_new_tokens=NEW)
+@pytest.mark.parametrize(
+    "warpers",
+    [
+        [TemperatureLogitsWarper(3.0), TopKLogitsWarper(5)],
+        [TopPLogitsWarper(0.6), TemperatureLogitsWarper(3.0)],
+        [TemperatureLogitsWarper(3.0), TemperatureLogitsWarper(2.0)],
+        [TopKLogitsWarper(5, filter_value=-1.0)],
+    ],
+    ids=["in their order", "in another order", "twice", "another filter value"],
+)
+def test_warpers_passed_by_the_caller(duo: seam.Duo, warpers: list[Any]) -> None:
+    own = LogitsProcessorList(warpers)
+    duo.same(PROMPT, seed=2, do_sample=True, top_k=0, logits_processor=own, max_new_tokens=NEW)
 
 
 # -- the distribution -----------------------------------------------------------------------------------------------------

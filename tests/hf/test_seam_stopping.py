@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -12,12 +11,6 @@ import torch
 from transformers import GenerationConfig
 
 NEW = 24
-
-
-@pytest.fixture(scope="module")
-def duo() -> Iterator[seam.Duo]:
-    with seam.duo() as made:
-        yield made
 
 
 @pytest.fixture
@@ -36,21 +29,12 @@ def first_seen(output: list[int], index: int) -> int:
     return next(token for i, token in enumerate(output) if i >= index and token not in output[:i])
 
 
-def test_eos_int(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
-    eos = first_seen(output, 3)
-    got = duo.same(prompt, max_new_tokens=NEW, eos_token_id=eos)
-    assert got[0, -1] == eos
-    assert got.shape[1] == prompt.shape[1] + output.index(eos) + 1
-
-
-def test_eos_at_the_first_token(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
-    assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=output[0]).shape[1] == prompt.shape[1] + 1
-
-
-def test_eos_list_stops_at_whichever_comes_first(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+def test_ends(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
+    """One, one that comes at once, and whichever comes first of several."""
     eos = first_seen(output, 3)
     later = first_seen(output, output.index(eos) + 1)
-    assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=[later, eos])[0, -1] == eos
+    for ends, place in ((eos, output.index(eos)), (output[0], 0), ([later, eos], output.index(eos))):
+        assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=ends)[0, 7:].tolist() == output[: place + 1]
 
 
 def test_eos_in_the_prompt_does_not_stop(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
@@ -66,24 +50,19 @@ def test_eos_outside_the_vocabulary_never_comes(
     duo.same(prompt, max_new_tokens=8, eos_token_id=eos, pad_token_id=0, **held_back)
 
 
-def test_eos_of_the_models_generation_config(prompt: torch.Tensor, output: list[int]) -> None:
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_models_generation_config_counts(prompt: torch.Tensor, output: list[int], changed: bool) -> None:
+    """That of the model's files, and what its user changes in it."""
     eos = first_seen(output, 3)
-    with seam.duo(eos_token_id=eos) as duo:
-        assert duo.plain.generation_config.eos_token_id == eos
-        assert duo.same(prompt, max_new_tokens=NEW)[0, -1] == eos
-        assert duo.engine.submit(prompt, max_new_tokens=NEW).result().tokens[-1] == eos
+    with seam.duo(**({} if changed else {"eos_token_id": eos})) as duo:
+        own: dict[str, int] = {"eos_token_id": eos} if changed else {}
+        duo.both(lambda model: model.generation_config.update(max_new_tokens=NEW, **own))
+        assert duo.same(prompt)[0, -1] == duo.engine.submit(prompt).result().tokens[-1] == eos
         other = first_seen(output, output.index(eos) + 1)
-        assert duo.same(prompt, max_new_tokens=NEW, eos_token_id=other)[0, -1] == other
-
-
-def test_the_users_change_of_the_models_generation_config_counts(prompt: torch.Tensor, output: list[int]) -> None:
-    eos = first_seen(output, 3)
-    with seam.duo() as duo:
-        for model in (duo.plain, duo.served):
-            model.generation_config.eos_token_id = eos
-            model.generation_config.max_new_tokens = NEW
-        assert duo.same(prompt)[0, -1] == eos
-        assert duo.engine.submit(prompt).result().tokens[-1] == eos
+        assert duo.same(prompt, eos_token_id=other)[0, -1] == other
+        duo.both(lambda model: model.generation_config.update(max_new_tokens=None, max_length=9))
+        assert duo.same(prompt).shape[1] == 9
+        assert list(duo.engine.submit(prompt).result().tokens) == output[:2]
 
 
 def test_min_new_tokens_and_min_length(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:
@@ -125,14 +104,6 @@ def test_no_length_given_near_the_models_last_position() -> None:
     with seam.duo(max_position_embeddings=128) as duo:
         assert duo.same(prompt).shape[1] == 128
         assert len(duo.engine.submit(prompt).result().tokens) == 8
-
-
-def test_max_length_of_the_models_generation_config(prompt: torch.Tensor, output: list[int]) -> None:
-    with seam.duo() as duo:
-        for model in (duo.plain, duo.served):
-            model.generation_config.max_length = 12
-        assert duo.same(prompt).shape[1] == 12
-        assert list(duo.engine.submit(prompt).result().tokens) == output[:5]
 
 
 def test_generation_config_object(duo: seam.Duo, prompt: torch.Tensor, output: list[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -15,18 +14,13 @@ from transformers import TextIteratorStreamer, TextStreamer
 NEW = 16
 
 
-@pytest.fixture(scope="module")
-def duo() -> Iterator[seam.Duo]:
-    with seam.duo() as made:
-        yield made
-
-
-def streamed(duo: seam.Duo, native: str | None = None, **call: Any) -> list[Any]:
+def streamed(duo: seam.Duo, native: str | None = None, seed: int | None = None, **call: Any) -> list[Any]:
     """The events that a recorder gets from both."""
     want, got = seam.Recorder(), seam.Recorder()
-    plain = duo.plain.generate(**call, streamer=want)
+    with seam.seeded(seed):
+        plain = duo.plain.generate(**call, streamer=want)
     with duo.native_calls() as reasons:
-        served = duo.served.generate(**call, streamer=got)
+        served = duo.served.generate(**call, streamer=got, **({} if seed is None else {"seed": seed}))
     assert [native in reason for reason in reasons] == ([] if native is None else [True])
     assert torch.equal(served, plain)
     assert got.events == want.events
@@ -34,15 +28,12 @@ def streamed(duo: seam.Duo, native: str | None = None, **call: Any) -> list[Any]
 
 
 def test_one_row(duo: seam.Duo) -> None:
-    prompt = seam.prompts(6)[0][None]
-    events = streamed(duo, input_ids=prompt, max_new_tokens=NEW)
+    call = {"input_ids": seam.PROMPT, "max_new_tokens": NEW}
+    events = streamed(duo, **call)
     assert len(events) == NEW + 2
-    assert events[0][2] == prompt.tolist()
-
-
-def test_one_row_that_ends_early(duo: seam.Duo) -> None:
-    events = streamed(duo, input_ids=seam.prompts(6)[0][None], max_new_tokens=NEW, eos_token_id=list(range(3, 112, 5)))
-    assert len(events) < NEW + 2
+    assert events[0][2] == seam.PROMPT.tolist()
+    assert streamed(duo, **call, do_sample=True, seed=3) != events
+    assert len(streamed(duo, **call, eos_token_id=list(range(3, 112, 5)))) < NEW + 2
 
 
 def test_rows_that_end_at_different_steps(duo: seam.Duo) -> None:
@@ -53,22 +44,12 @@ def test_rows_that_end_at_different_steps(duo: seam.Duo) -> None:
     assert len(set(ended)) > 1
 
 
-def test_sampled_row(duo: seam.Duo) -> None:
-    prompt = seam.prompts(6)[0][None]
-    want, got = seam.Recorder(), seam.Recorder()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        duo.plain.generate(prompt, max_new_tokens=NEW, do_sample=True, streamer=want)
-    duo.served.generate(prompt, max_new_tokens=NEW, do_sample=True, streamer=got, seed=3)
-    assert got.events == want.events
-
-
 @pytest.mark.parametrize(
     ("native", "option"),
     [("Guidance", {"guidance_scale": 1.3}), ("position_ids other than", {"position_ids": torch.arange(1, 7)[None]})],
 )
 def test_a_native_call_puts_the_prompt_once(duo: seam.Duo, native: str, option: dict[str, Any]) -> None:
-    prompt = seam.prompts(6)[0][None]
+    prompt = seam.PROMPT
     events = streamed(duo, native, input_ids=prompt, max_new_tokens=4, **option)
     assert [event for event in events if event != "end" and event[2] == prompt.tolist()] == events[:1]
 
@@ -110,12 +91,3 @@ def test_a_streamers_error_is_its_callers(duo: seam.Duo) -> None:
             model.generate(seam.prompts(4)[0][None], max_new_tokens=200, streamer=streamer)
         assert len(streamer.events) == 3
     assert len(neighbour.result(timeout=20).tokens) == 60
-
-
-def test_transformers_own_refusals_of_streamers(duo: seam.Duo) -> None:
-    two = torch.stack(seam.prompts(4, 4))
-    for model in (duo.plain, duo.served):
-        with pytest.raises(ValueError, match="beam search"):
-            model.generate(two, num_beams=2, max_new_tokens=4, streamer=seam.Recorder())
-        with pytest.raises(ValueError, match="batch size 1"):
-            model.generate(two, max_new_tokens=4, streamer=TextStreamer(seam.word_tokenizer()))

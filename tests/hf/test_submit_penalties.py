@@ -45,8 +45,7 @@ class Plainly(LogitsProcessor):
 
 def plain(duo: seam.Duo, prompt: torch.Tensor, options: dict[str, Any], seed: int | None) -> list[int]:
     processor = LogitsProcessorList([Plainly(len(prompt), options)])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed or 0)
+    with seam.seeded(seed or 0):
         call = {"do_sample": False} if seed is None else DRAWN
         out = duo.plain.generate(prompt[None], max_new_tokens=NEW, logits_processor=processor, **call)
     return list(out[0, len(prompt) :].tolist())

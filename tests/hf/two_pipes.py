@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import models
-import torch
-from seam import word_tokenizer
+from seam import seeded, word_tokenizer
 from transformers import TextGenerationPipeline
 
 import hf_cb
@@ -54,8 +53,7 @@ class Pipes:
 
     def sampled(self, text: str, seed: int, **options: Any) -> Any:
         """What the plain pipeline gives after torch.manual_seed."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             return self.plain(text, do_sample=True, max_new_tokens=7, **options)
 
 

@@ -47,7 +47,6 @@ def process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PROGRAM, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as server:
-        assert server.stdout is not None
         try:
             yield server, server.stdout.readline().strip()
         finally:
@@ -82,7 +81,6 @@ def test_nothing_accepted_is_lost(folder: Path) -> None:
             assert int(late.headers["retry-after"]) >= 1
         assert [answer.result() for answer in answers] == [(200, "length")] * 12
         assert server.wait(30) == 0
-        assert server.stdout is not None
         assert server.stdout.read() == "closed False\n"
 
 

@@ -76,7 +76,6 @@ def test_completions_of_texts_and_of_token_ids(server: web.Running) -> None:
             reply = client.completions.create(prompt=prompt, **web.GREEDY)
             assert [choice.text for choice in reply.choices] == want
             assert [choice.index for choice in reply.choices] == [0, 1]
-            assert reply.usage is not None
             assert reply.usage.prompt_tokens == sum(map(len, ids))
         for prompt, text in zip((texts[0], ids[0]), (want[0], want[0]), strict=True):
             stream = client.completions.create(prompt=prompt, stream=True, **web.GREEDY)
@@ -123,14 +122,12 @@ def test_an_end_token_stops_and_is_not_shown(server: web.Running) -> None:
         call = {"messages": web.HELLO, "logit_bias": {"2": 100}, **web.GREEDY}
         reply = client.chat.completions.create(**call)
         assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("", "stop")
-        assert reply.usage is not None
         assert reply.usage.completion_tokens == 1
         assert streamed(client.chat.completions.create(stream=True, **call))[:2] == ({0: ""}, {0: "stop"})
         later = client.chat.completions.create(extra_body={"min_tokens": 4}, **call)
-        assert later.usage is not None
         assert later.usage.completion_tokens == 5
         never = client.chat.completions.create(extra_body={"ignore_eos": True}, **call)
-        assert (never.choices[0].finish_reason, never.usage.completion_tokens) == ("length", 24)  # type: ignore[union-attr]
+        assert (never.choices[0].finish_reason, never.usage.completion_tokens) == ("length", 24)
 
 
 @pytest.mark.parametrize("as_list", [True, False])
@@ -170,14 +167,13 @@ def test_chat_logprobs(server: web.Running) -> None:
     tokenizer = server.models[0].tokenizer
     ids = tokenizer.apply_chat_template(web.HELLO, add_generation_prompt=True)["input_ids"]
     want = server.engine.submit(ids, max_new_tokens=24, do_sample=False, logprobs=3).result()
-    assert want.logprobs is not None
     with server.client() as client:
         call = {"messages": web.HELLO, "logprobs": True, "top_logprobs": 3, **web.GREEDY}
         whole = client.chat.completions.create(**call).choices[0]
         stream = client.chat.completions.create(stream=True, **call)
         parts = [choice for chunk in stream for choice in chunk.choices]
     in_parts = [token for part in parts if part.logprobs for token in part.logprobs.content or ()]
-    assert [got.token for got in in_parts] == [got.token for got in whole.logprobs.content]  # type: ignore[union-attr]
+    assert [got.token for got in in_parts] == [got.token for got in whole.logprobs.content]
     assert len(in_parts) == len(want.tokens)
     for got, token, logprobs in zip(in_parts, want.tokens, want.logprobs, strict=True):
         assert got.logprob == pytest.approx(logprobs.logprob, abs=1e-4)
@@ -195,24 +191,19 @@ def test_completion_logprobs_with_the_prompts(server: web.Running) -> None:
     tokenizer, prompt = server.models[0].tokenizer, "Ünder the sea"
     ids = tokenizer(prompt)["input_ids"]
     want = server.engine.submit(ids, max_new_tokens=8, do_sample=False, logprobs=2, prompt_logprobs=2).result()
-    assert want.logprobs is not None
-    assert want.prompt_logprobs is not None
     with server.client() as client:
         call = {"prompt": prompt, "logprobs": 2, **web.GREEDY, "max_tokens": 8}
         echoed = client.completions.create(echo=True, **call).choices[0]
         alone = client.completions.create(**call).choices[0]
         parts = [chunk.choices[0] for chunk in client.completions.create(stream=True, **call)]
-    assert echoed.logprobs is not None
-    assert echoed.logprobs.token_logprobs is not None
     assert echoed.logprobs.token_logprobs[0] is None
     for found, logprobs in zip(echoed.logprobs.token_logprobs[1:], [*want.prompt_logprobs[1:], *want.logprobs], strict=True):
-        assert found == pytest.approx(logprobs.logprob, abs=1e-4)  # type: ignore[union-attr]
-    offsets = echoed.logprobs.text_offset or []
+        assert found == pytest.approx(logprobs.logprob, abs=1e-4)
+    offsets = echoed.logprobs.text_offset
     pieces = [echoed.text[a:b] for a, b in zip(offsets, [*offsets[1:], len(echoed.text)], strict=True)]
     assert "".join(pieces) == echoed.text
-    assert pieces[-8:] == echoed.logprobs.tokens[-8:]  # type: ignore[index]
-    assert alone.logprobs is not None
-    assert alone.logprobs.tokens == echoed.logprobs.tokens[-8:]  # type: ignore[index]
+    assert pieces[-8:] == echoed.logprobs.tokens[-8:]
+    assert alone.logprobs.tokens == echoed.logprobs.tokens[-8:]
     assert alone.logprobs.text_offset == [offset - len(prompt) for offset in offsets[-8:]]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         joined = [value for part in parts if part.logprobs for value in getattr(part.logprobs, name)]
@@ -225,10 +216,8 @@ def test_an_echo_of_tokens_that_have_no_text(server: web.Running) -> None:
     with server.client() as client:
         choices = client.completions.create(echo=True, extra_body={"ignore_eos": True}, **call).choices
     for choice in choices:
-        assert choice.logprobs is not None
-        assert choice.logprobs.token_logprobs is not None
         assert [found is None for found in choice.logprobs.token_logprobs] == [True] + [False] * 4
-        assert choice.logprobs.text_offset == [0, 0, 0, 0, len(choice.logprobs.tokens[3])]  # type: ignore[index]
+        assert choice.logprobs.text_offset == [0, 0, 0, 0, len(choice.logprobs.tokens[3])]
 
 
 def test_no_broken_characters_in_a_stream(server: web.Running) -> None:

@@ -82,27 +82,20 @@ def test_the_same_ids_as_the_template_gives(folder: Path) -> None:
     assert Prompts(tokenizer).chat(ChatBody.model_validate({"model": "m", "messages": chat}), LIMIT) == want
 
 
+HELLO = {"role": "user", "content": "a"}
+BROKEN = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{"}}
+
+
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("messages", "param"),
     [
-        ({"messages": [{"role": "user", "content": "bad"}]}, "messages"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "a"},
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{"}}],
-                    },
-                ]
-            },
-            "messages[1].tool_calls[0].function.arguments",
-        ),
+        ([{**HELLO, "content": "bad"}], "messages"),
+        ([HELLO, {"role": "assistant", "tool_calls": [BROKEN]}], "messages[1].tool_calls[0].function.arguments"),
     ],
 )
-def test_refusals(tokenizer: Any, body: dict[str, Any], param: str) -> None:
+def test_refusals(tokenizer: Any, messages: list[Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        text_of(tokenizer, **body)
+        text_of(tokenizer, messages=messages)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

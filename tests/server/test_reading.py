@@ -117,21 +117,7 @@ def test_nothing_is_held_longer_than_it_may_be_a_stop(tokenizer: Any) -> None:
 
 
 def test_held() -> None:
-    stops = StopStrings(["abab", "xy"])
-    assert [stops.held(text) for text in ("", "a", "zab", "aba", "abc", "x", "ax", "abab", "ababa")] == [
-        0,
-        1,
-        2,
-        3,
-        0,
-        1,
-        1,
-        2,
-        3,
-    ]
-    assert (stops.find("cxyabab"), stops.find("xyab", 1), StopStrings([]).find("a"), StopStrings([]).held("a")) == (
-        1,
-        None,
-        None,
-        0,
-    )
+    stops, none = StopStrings(["abab", "xy"]), StopStrings([])
+    held = {"": 0, "a": 1, "zab": 2, "aba": 3, "abc": 0, "x": 1, "ax": 1, "abab": 2, "ababa": 3}
+    assert {text: stops.held(text) for text in held} == held
+    assert (stops.find("cxyabab"), stops.find("xyab", 1), none.find("a"), none.held("a")) == (1, None, None, 0)

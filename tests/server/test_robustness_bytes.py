@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 from live import MAX_BODY, Live
-from raw import connection, exchange, post
+from raw import Response, connection, exchange, post
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -20,6 +21,7 @@ def hello(**fields: object) -> dict[str, object]:
 
 MALFORMED = {
     "nothing": b"",
+    "no content": b'{"model": "tiny"}',
     "spaces": b"  \r\n ",
     "half": b'{"model": "tiny", "messages": [',
     "two": b"{} {}",
@@ -45,39 +47,31 @@ MALFORMED = {
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_bodies_are_refused(live: Live, path: str, name: str) -> None:
-    response = exchange(live.port, post(path, MALFORMED[name]))
-    assert response.status == 400, response
-    assert_error(response.json)
+    assert_refused(exchange(live.port, post(path, MALFORMED[name])), 400)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\0", "\x1b[2J", "\u202e\ufeff\ufffe", "e\u0301" * 50])
 def test_odd_characters_are_text_or_refused(live: Live, text: str) -> None:
     """json.dumps writes lone surrogates as escapes, which are valid JSON and no valid text."""
-    for path, body in ((CHAT, hello(messages=[{"role": "user", "content": text}])), (COMPLETIONS, completion(text))):
+    chat, completion = hello(messages=[{"role": "user", "content": text}]), {"model": "tiny", "prompt": text, "max_tokens": 3}
+    for path, body, param in ((CHAT, chat, "messages[0].content"), (COMPLETIONS, completion, "prompt")):
         response = exchange(live.port, post(path, body))
-        assert response.status == (400 if any("\ud800" <= c <= "\udfff" for c in text) else 200), response
-        if response.status == 400:
-            assert_error(response.json)
-
-
-def completion(prompt: object) -> dict[str, object]:
-    return {"model": "tiny", "prompt": prompt, "max_tokens": 3, "temperature": 0}
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            assert assert_refused(response, 400)["param"] == param
+        else:
+            assert response.status == 200, response
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "a/b;;=", ""])
 def test_wrong_content_types(live: Live, kind: str | None) -> None:
     """What is not declared as JSON is not read as JSON: a web page elsewhere could send it without the browser's asking."""
-    response = exchange(live.port, post(CHAT, hello(), content_type=kind))
-    assert response.status in (400, 415), response
-    assert_error(response.json)
+    assert "application/json" in assert_refused(exchange(live.port, post(CHAT, hello(), content_type=kind)), 400)["message"]
 
 
 def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes(live: Live) -> None:
     with connection(live.port) as client:
         client.send(post(CHAT, b"", content_length=str(1 << 40)))
-        response = client.response()
-    assert response.status == 413, response
-    assert_error(response.json)
+        assert assert_refused(client.response(), 413)["code"] == "too_large"
 
 
 def test_a_body_that_becomes_too_long_is_refused(live: Live) -> None:
@@ -89,9 +83,7 @@ def test_a_body_that_becomes_too_long_is_refused(live: Live) -> None:
                 client.send(piece)
         except (BrokenPipeError, ConnectionResetError):
             pass  # it did not have to listen to the end
-        response = client.response()
-    assert response.status == 413, response
-    assert_error(response.json)
+        assert assert_refused(client.response(), 413)["code"] == "too_large"
 
 
 NOT_HTTP = {
@@ -150,6 +142,15 @@ def test_odd_headers_are_refused_or_ignored(live: Live, name: str) -> None:
     assert response.status in (200, 400, 415), response
     if response.status != 200:
         assert response.status != 400 or not response.body.startswith(b"{") or assert_error(response.json) is None
+
+
+def assert_refused(response: Response, status: int) -> dict[str, Any]:
+    """With this status. Returns the error."""
+    assert response.status == status, response
+    assert response.headers["x-request-id"]
+    assert_error(response.json)
+    error: dict[str, Any] = response.json["error"]
+    return error
 
 
 def assert_error(body: object) -> None:

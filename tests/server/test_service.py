@@ -43,7 +43,7 @@ def test_priority_and_tenant_by_header(folder: Path) -> None:
             headers |= {} if timeout is None else {"x-request-timeout": timeout}
             body = {"messages": web.HELLO, **web.GREEDY, "max_tokens": 4}
             threads.submit(server.post, "/v1/chat/completions", json=body, headers=headers)
-            web.wait_until(lambda due=i + 1: server.engine.stats().waiting == due)  # type: ignore[misc]
+            web.wait_until(lambda due=i + 1: server.engine.stats().waiting == due)
     assert ends.services == [(-2, "key 1", 600.0), (0, "bob", 600.0), (5, "ann", 30.0)]
 
 
