@@ -152,6 +152,7 @@ def test_what_is_not_here(server: web.Running) -> None:
 def test_a_path_makes_no_lines_of_its_own_in_a_log(server: web.Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hf_cb.server")
     error_of(httpx.get(f"{server.url}/a%0aINFO%20all%20is%20well%1b[2J"), 404)
+    web.wait_until(lambda: any("well" in record.getMessage() for record in caplog.records))  # the line comes after the answer
     (line,) = [record.getMessage() for record in caplog.records if "well" in record.getMessage()]
     assert line.isprintable()
 
