@@ -6,12 +6,17 @@ greedy tokens as they were. Here every parameter has noise on top, so that atten
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+T = TypeVar("T")
 
 VOCAB = 112
 WINDOW = 8
@@ -166,6 +171,22 @@ NATIVE: dict[str, dict[str, Any]] = {
 """Architectures whose calls run natively, by plain generate."""
 
 
+def once(make: Callable[..., T]) -> Callable[..., T]:
+    """`functools.cache` for threads: the first caller computes a value, the others wait for it."""
+    lock = threading.RLock()
+    cached = functools.cache(make)
+
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> T:
+        with lock:
+            return cached(*args, **kwargs)
+
+    return call
+
+
+_making = threading.Lock()  # torch has one seed for all threads
+
+
 def tiny(name: str, **overrides: Any) -> PreTrainedModel:
     """The tiny float32 model of architecture `name`: the same weights at every call, in eval mode, on the CPU.
 
@@ -173,7 +194,7 @@ def tiny(name: str, **overrides: Any) -> PreTrainedModel:
     """
     config = _config(name, overrides)
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    with torch.random.fork_rng(devices=[]):
+    with _making, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)
         _add_noise(model)

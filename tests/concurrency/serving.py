@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import time
@@ -58,7 +57,7 @@ def ask(model: PreTrainedModel, row: Row, **options: Any) -> tuple[int, ...]:
     return tuple(out[0, len(row.prompt) :].tolist())
 
 
-@functools.cache
+@models.once
 def rows(name: str = "llama", count: int = 16) -> tuple[Row, ...]:
     """Random rows of many lengths for `models.tiny(name)`."""
     model = models.tiny(name)
@@ -66,7 +65,7 @@ def rows(name: str = "llama", count: int = 16) -> tuple[Row, ...]:
     return tuple(_row(model, 1 + 5 * i % 37, 6 + 7 * i % 19, generator) for i in range(count))
 
 
-@functools.cache
+@models.once
 def long_row() -> Row:
     """A row of the tiny Llama with a long prompt and many true tokens, though fewer than LONG."""
     return _row(models.tiny("llama"), 40, 70, torch.Generator().manual_seed(3))

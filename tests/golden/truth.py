@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import models
@@ -26,12 +25,12 @@ class Row:
         return torch.cat([self.prompt, torch.tensor([self.tokens])], dim=1)
 
 
-@functools.cache
+@models.once
 def model(name: str) -> PreTrainedModel:
     return models.tiny(name)
 
 
-@functools.cache
+@models.once
 def rows(name: str, lengths: tuple[tuple[int, int], ...] = LENGTHS) -> tuple[Row, ...]:
     generator = torch.Generator().manual_seed(1)
     return tuple(_row(name, length, max_new_tokens, generator) for length, max_new_tokens in lengths)
