@@ -39,6 +39,8 @@ class Round:
 
     def figures(self, args: argparse.Namespace) -> dict[str, float]:
         gaps = [gap for _, gap in self.gaps()]
+        if len(gaps) < 2:
+            raise SystemExit("the streams ended before the long prompts were through: take more --stream-tokens")
         tokens = args.streams * (16 + args.stream_tokens) + args.prompts * (args.prompt_tokens + 4)
         return {
             "itl_ms_median": 1e3 * statistics.median(gaps),

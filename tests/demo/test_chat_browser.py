@@ -44,7 +44,9 @@ def browser() -> Iterator[Browser]:
         try:
             browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         except Error as error:
-            pytest.skip(f"no Chromium to run (set CHROMIUM to one, or: playwright install chromium): {error}")
+            pytest.skip(
+                f"no Chromium to run (set CHROMIUM to one, or: playwright install chromium): {str(error).splitlines()[0]}"
+            )
         yield browser
         browser.close()
 
