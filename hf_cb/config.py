@@ -17,6 +17,8 @@ _POLICIES = ("fcfs", "priority", "fair")
 
 # Below these, a modest default: enough for many long conversations, a small part of any machine that runs the model.
 _CPU_KV_BYTES = 4 << 30
+_MOST_NAMES = 1 << 16  # blocks of a model without attention: names of prefixes, which take no memory of its device
+_FEWEST_SAVED = 4  # states
 _UNITS = {f"{letter}{i}": (1024 if i else 1000) ** power for power, letter in enumerate("KMGT", 1) for i in ("i", "")}
 _MOST_SECONDS = 1e6  # far beyond any use, and what clocks and locks can still wait for
 _DEFAULT_BATCH_SIZE = 256
@@ -142,14 +144,18 @@ class CBConfig:
         Raises InvalidArgumentError when the KV memory has no room for a single block, with the sum.
         """
         block_size = self.block_size or facts.default_block_size
-        max_batch_size = self.max_batch_size or _DEFAULT_BATCH_SIZE
         bytes_per_block = max(1, block_size * facts.kv_bytes_per_token)
+        memory = _memory("kv_cache_memory", self.kv_cache_memory, facts.free_memory) or min(
+            _CPU_KV_BYTES, facts.free_memory // 4
+        )
+        max_batch_size = self._batch_size(facts, memory)
+        num_slots = _num_slots(facts, memory, max_batch_size)
         if self.num_blocks is not None:
             num_blocks = self.num_blocks
+        elif not facts.kv_bytes_per_token:
+            num_blocks = _MOST_NAMES
         else:
-            memory = _memory("kv_cache_memory", self.kv_cache_memory, facts.free_memory) or min(
-                _CPU_KV_BYTES, facts.free_memory // 4
-            )
+            memory -= num_slots * facts.state_bytes
             num_blocks = memory // bytes_per_block
             if self.kv_cache_memory is None and facts.max_positions is not None:
                 # More than every running sequence at its longest could never be used.
@@ -164,7 +170,8 @@ class CBConfig:
             max_batch_size=max_batch_size,
             block_size=block_size,
             num_blocks=num_blocks,
-            kv_cache_memory=num_blocks * bytes_per_block,
+            num_state_slots=num_slots,
+            kv_cache_memory=num_blocks * block_size * facts.kv_bytes_per_token + num_slots * facts.state_bytes,
             num_swap_blocks=((_memory("swap_space", self.swap_space, None) or 0) if self.swap_space else 0) // bytes_per_block,
             kv_dtype=facts.kv_dtype if self.kv_dtype == "auto" else self.kv_dtype,
             policy=self.policy,
@@ -172,6 +179,27 @@ class CBConfig:
             fallback=self.fallback,
             record_steps=self.record_steps,
         )
+
+    def _batch_size(self, facts: ModelFacts, memory: int) -> int:
+        """Sequences for whose states there is room in half of the memory: two slots for each."""
+        if not facts.state_bytes:
+            return self.max_batch_size or _DEFAULT_BATCH_SIZE
+        most = memory // 2 // (2 * facts.state_bytes)
+        if self.num_blocks is None and (self.max_batch_size or 1) > most:
+            raise InvalidArgumentError(
+                f"max_batch_size: {self.max_batch_size or 1} sequences take two states of {facts.state_bytes} bytes each, and "
+                f"kv_cache_memory has {memory // 2} bytes for those, half of it: it takes at most {most}, or more memory"
+            )
+        return self.max_batch_size or max(1, min(_DEFAULT_BATCH_SIZE, most))
+
+
+def _num_slots(facts: ModelFacts, memory: int, max_batch_size: int) -> int:
+    """Two for each sequence, and some for states that are saved for others: as many again, if they take no more than an
+    eighth of the memory, but a few at least."""
+    if not facts.state_bytes:
+        return 0
+    saved = min(2 * max_batch_size, memory // 8 // facts.state_bytes)
+    return 2 * max_batch_size + max(_FEWEST_SAVED, saved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +213,7 @@ class ModelFacts:
     kv_dtype: str  # of the model's keys and values
     default_block_size: int = 16
     max_step_tokens: int | None = None  # what the model bears in one step; None: any number
+    state_bytes: int = 0  # of the states that its layers keep of one sequence
     has_own_code: bool = False  # whether a module runs code of the user's
 
 
@@ -198,6 +227,7 @@ class ResolvedConfig:
     num_blocks: int
     kv_cache_memory: int
     num_swap_blocks: int
+    num_state_slots: int
     kv_dtype: str
     policy: str | Callable[[], Any]
     prefix_cache: bool

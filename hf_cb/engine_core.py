@@ -17,6 +17,7 @@ from hf_cb.request import FinishReason, Request
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.lockstep import End, Lockstep, ReleaseKV
 from hf_cb.runtime.model_runner import DEVICE_LOST, Launched, ModelRunner, given_up
+from hf_cb.runtime.state_pool import StatePool
 from hf_cb.runtime.swap_space import SwapSpace
 from hf_cb.stats import StepRecord
 
@@ -85,6 +86,7 @@ class EngineCore:
     follow_weights: FollowWeights
     lockstep: Lockstep | None = None  # with the other ranks of a tensor-parallel model
     overlaps: bool = False  # whether a step is scheduled and launched while the one before it is computed
+    states: StatePool | None = None  # of layers that keep some
     _flight: _Flight | None = None
     _idle_since: float = 0.0  # when the result of the latest step came
     _has_new: bool = False  # requests, whose callers may have written to the weights before
@@ -121,6 +123,8 @@ class EngineCore:
         began = time.perf_counter()
         if self.cache.is_released:
             self.cache.restore()
+            if self.states is not None:
+                self.states.restore()
         if self.follow_weights(Look.CLOSE if self._has_new else Look.QUICK):
             scheduler.forget_prefixes()
         self._has_new = False
@@ -234,6 +238,8 @@ class EngineCore:
         if self.runner.graphs is not None:
             self.runner.graphs.drop()
         self.cache.release()
+        if self.states is not None:
+            self.states.release()
         if self.lockstep is not None:
             self.lockstep.send(ReleaseKV())
 
@@ -265,6 +271,9 @@ class EngineCore:
             self._host().copy_out(moves.swap_out)
         if moves.swap_in:
             self._host().copy_in(moves.swap_in)
+        if self.states is not None:
+            self.states.copy_out(moves.states_out)
+            self.states.copy_in(moves.states_in)
         num_swapped = len(moves.swap_out) + len(moves.swap_in)
         if num_swapped and self._host().waits:
             self.scheduler.swap_cost.observe_swap(num_swapped, time.perf_counter() - began)

@@ -72,7 +72,7 @@ class BlockPool:
             raise InvalidArgumentError(f"n: takes 0 to {len(self._blocks)} blocks, the size of the pool; got {n}")
         if n > self.num_reusable:
             return None
-        ids = tuple(self._free.pop() if self._free else self._evict() for _ in range(n))
+        ids = tuple(self._take_free() if self._free else self._evict() for _ in range(n))
         for block in ids:
             self._blocks[block].ref_count = 1
         return ids
@@ -100,7 +100,7 @@ class BlockPool:
             entry.ref_count -= 1
             if entry.ref_count == 0:
                 if entry.key is None:
-                    self._free.append(block)
+                    self._put_free(block)
                 else:
                     self._cached[block] = None
 
@@ -118,6 +118,17 @@ class BlockPool:
         entry.key, entry.content = key, content
         return True
 
+    def unpublish(self, key: Hashable) -> None:
+        """Let `lookup` find nothing under `key` any more. Who holds the block keeps it."""
+        block = self._published.pop(key, None)
+        if block is None:
+            return
+        entry = self._blocks[block]
+        entry.key = entry.content = None
+        if entry.ref_count == 0:
+            del self._cached[block]
+            self._put_free(block)
+
     def lookup(self, key: Hashable, content: object = None) -> int | None:
         """The block that was published as `key` with that `content`, owned or cached. `incref` it to hold it."""
         block = self._published.get(key)
@@ -129,7 +140,8 @@ class BlockPool:
             entry = self._blocks[block]
             entry.key = entry.content = None
         self._published.clear()
-        self._free.extend(self._cached)
+        for block in self._cached:
+            self._put_free(block)
         self._cached.clear()
 
     def check(self) -> None:
@@ -145,6 +157,12 @@ class BlockPool:
             raise EngineDeadError("block pool: the published keys are not those of the blocks")
         if any(self._blocks[i].key is not None for i in self._free) or any(self._blocks[i].key is None for i in self._cached):
             raise EngineDeadError("block pool: a free block has published content, or a cached one has none")
+
+    def _take_free(self) -> int:
+        return self._free.pop()
+
+    def _put_free(self, block: int) -> None:
+        self._free.append(block)
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

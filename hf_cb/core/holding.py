@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from hf_cb.core.prefix import PrefixNames
@@ -17,3 +18,7 @@ class Holding:
     num_swapped_tokens: int = 0
     num_published: int | None = 0  # of its blocks; None: no more of what it holds may be published
     names: PrefixNames | None = None  # made when there is a use for them
+    states: tuple[tuple[int, int], ...] = ()  # (number of tokens, slot with the state after them), the latest last
+    saves: tuple[int, ...] = ()  # numbers of tokens, of which the states are to be found by others
+    rolling: Hashable = None  # what the latest state of its output is saved under
+    host_state: int | None = None  # the slot of the host in which its state waits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from typing_extensions import override
@@ -89,7 +89,7 @@ class KVManager(SequenceMemory):
 
     def can_reserve(self, seq: Sequence, num_tokens: int, start: Start | None = None, headroom: int = 0) -> bool:
         """Whether `reserve` would succeed now, after `adopt(seq, start)`, and leave `headroom` blocks."""
-        blocks, num_held = ((), 0) if start is None else start
+        blocks, num_held = ((), 0) if start is None else start[:2]
         kept = sum(self._pool.ref_count(block) == 0 for block in self.tables.held(blocks))
         copied = self.tables.num_groups if num_held % self._block_size else 0
         missing = self._num_missing(seq, num_tokens) - len(blocks) // self.tables.num_groups
@@ -112,10 +112,11 @@ class KVManager(SequenceMemory):
         blocks = self.tables.seen_from(shared, self.tables.upto(sibling.held.block_table, shared))
         return found if blocks is None else Start(blocks, shared)
 
-    def match_prefix(self, seq: Sequence) -> Start | None:
+    def match_prefix(self, seq: Sequence, can_start: Callable[[BlockName], bool] | None = None) -> Start | None:
         """The published blocks that `seq`, which holds none, can begin with; the block of its last token is never among them.
 
-        None: a running sequence is just computing the next one, which will be here soon.
+        None: a running sequence is just computing the next one, which will be here soon. `can_start`: whether there is all
+        that it takes beside the blocks to go on after the one of this name; then nothing is waited for.
         """
         nothing = Start((), 0)
         if not self._shares or seq.request.prompt_logprobs is not None:  # those take every position's logits
@@ -131,14 +132,21 @@ class KVManager(SequenceMemory):
             position = (i + 1) * self._block_size
             seen = [reach.first(position) // self._block_size for reach in self.tables.reaches]
             if all(last < first for last, first in zip(last_gone, seen, strict=True)):
-                best = i + 1
+                best = i + 1 if can_start is None or can_start(name) else best
             elif any(reach.span is None and last >= 0 for last, reach in zip(last_gone, self.tables.reaches, strict=True)):
                 break
-        if best < usable and names[best].key in self._coming:
+        if can_start is None and best < usable and names[best].key in self._coming:
             return None
         found = self.tables.seen_from(best * self._block_size, tuple(table[: best * self.tables.num_groups]))
         assert found is not None  # that is what `best` says
         return Start(found, best * self._block_size)
+
+    def num_alike(self, seq: Sequence) -> int:
+        """How many of the blocks that `seq` will fill before its last token are here for it to begin with, or being computed."""
+        usable = (seq.num_tokens - 1) // self._block_size
+        names = self._names(seq, usable)[:usable]
+        is_known = (name.key in self._coming or self._lookup(0, name) != self.tables.gone for name in names)
+        return next((i for i, known in enumerate(is_known) if not known), usable)
 
     def _lookup(self, group: int, name: BlockName) -> int:
         block = self._pool.lookup(self._key(group, name), name)
@@ -158,7 +166,7 @@ class KVManager(SequenceMemory):
         """Let `seq`, which is being admitted, begin with what `find_start` has just found."""
         self._pool.incref(self.tables.held(start.blocks))
         seq.held.num_published = start.num_tokens // self._block_size if self._shares else 0
-        self._hold(seq, *start)
+        self._hold(seq, start.blocks, start.num_tokens)
 
     @override
     def branch(self, seqs: Iterable[Sequence], branches: Iterable[tuple[Sequence, Sequence]]) -> None:

@@ -25,6 +25,7 @@ class Start(NamedTuple):
 
     blocks: tuple[int, ...]
     num_tokens: int
+    state: int | None = None  # the slot with the state after those, of a model with states
 
 
 class SequenceMemory(ABC):
@@ -74,6 +75,9 @@ class SequenceMemory(ABC):
     @abstractmethod
     def row(self, seq: Sequence) -> RowMemory:
         """What a step's row shows of it to the runtime."""
+
+    def advance(self, seq: Sequence) -> None:
+        """A step has brought `seq` to `num_computed_tokens`, or will without being tried again: what it began with may go."""
 
     @abstractmethod
     def commit(self, seq: Sequence, num_tokens: int) -> None:

@@ -15,9 +15,15 @@ UNKNOWN = -1  # stands for a token that the step before samples, and whose value
 
 
 class RowMemory(NamedTuple):
-    """What a row shows of its sequence's memory. `block_table` covers the positions up to the row's last token."""
+    """What a row shows of its sequence's memory. `block_table` covers the positions up to the row's last token.
+
+    Of a model with states: the row begins with the state in slot `state`, or with none at its first token. It leaves its state
+    in slots that it doesn't read: `states` has (position, slot) of each, in their order, the last one at the row's end.
+    """
 
     block_table: tuple[int, ...]
+    state: int | None = None
+    states: tuple[tuple[int, int], ...] = ()
 
 
 class Moves(NamedTuple):
@@ -26,6 +32,8 @@ class Moves(NamedTuple):
     swap_out: tuple[tuple[int, int], ...] = ()  # (block, host block); a step swaps in or out
     swap_in: tuple[tuple[int, int], ...] = ()  # (host block, block)
     copies: tuple[tuple[int, int], ...] = ()  # (block, its copy): a sequence is about to write where others have their tokens
+    states_out: tuple[tuple[int, int], ...] = ()  # (slot, host slot)
+    states_in: tuple[tuple[int, int], ...] = ()  # (host slot, slot)
 
 
 NO_MOVES = Moves()

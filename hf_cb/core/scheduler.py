@@ -168,6 +168,7 @@ class Scheduler:
             if seq.num_computed_tokens != row.start or head.status is not Status.RUNNING:
                 raise EngineDeadError(f"request {row.request_id}: the result is not that of the latest step")
             seq.num_computed_tokens = row.end
+            self.memory.advance(seq)
             if row.num_logits and seq.request.search is None:
                 seq.tokens.append(UNKNOWN)
 

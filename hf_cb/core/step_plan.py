@@ -27,6 +27,8 @@ class StepPlan:
     copies: dict[int, int] = field(default_factory=dict)  # copy -> block: one that is handed out anew is copied to once
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    states_out: list[tuple[int, int]] = field(default_factory=list)
+    states_in: list[tuple[int, int]] = field(default_factory=list)
     is_short: bool = False  # of blocks for somebody who waits for what the step underway gives back
 
     def grant(self, seq: Sequence, end: int) -> None:
@@ -47,6 +49,8 @@ class StepPlan:
             return
         self.swap_out += moves.swap_out
         self.swap_in += moves.swap_in
+        self.states_out += moves.states_out
+        self.states_in += moves.states_in
         for block, copy in moves.copies:
             # All are copied at once: of a copy that this step makes itself, there is only what it is made from.
             self.copies[copy] = self.copies.get(block, block)
@@ -69,6 +73,12 @@ class StepPlan:
             rows=tuple(self.rows.values()),
             num_scheduled_tokens=self.granted,
             preempted=tuple(self.preempted),
-            moves=Moves(tuple(self.swap_out), tuple(self.swap_in), tuple((block, copy) for copy, block in self.copies.items())),
+            moves=Moves(
+                tuple(self.swap_out),
+                tuple(self.swap_in),
+                tuple((block, copy) for copy, block in self.copies.items()),
+                tuple(self.states_out),
+                tuple(self.states_in),
+            ),
             cached=tuple(self.cached),
         )

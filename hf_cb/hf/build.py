@@ -8,7 +8,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,8 @@ from hf_cb.core.policy import FCFS, Policy
 from hf_cb.core.priority import Priority
 from hf_cb.core.reach import Reach
 from hf_cb.core.scheduler import Scheduler
+from hf_cb.core.slot_pool import SlotPool
+from hf_cb.core.state_manager import StateManager
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.engine_core import EngineCore, FollowWeights, Look
 from hf_cb.errors import InvalidArgumentError
@@ -43,6 +45,7 @@ from hf_cb.runtime.kv_layout import KVLayout
 from hf_cb.runtime.lockstep import Lockstep
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
+from hf_cb.runtime.state_pool import StatePool, slot_bytes
 from hf_cb.runtime.streams import streams_of
 from hf_cb.runtime.swap_space import SwapSpace
 
@@ -66,14 +69,19 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
     resolved = config.resolve(facts)
     if lockstep is not None:
         resolved = _agree(resolved, lockstep)
-    cache = _allocate(servable, resolved, facts, layout)
+    cache, states = _allocate(servable, resolved, facts, layout)
     port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
     set_port(servable.twin, port)
     streams = streams_of(servable.device)
     graphs = _graphs(servable, config, resolved, port, cache, lockstep)
-    runner = ModelRunner(servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams, graphs)
-    scheduler = _scheduler(config, resolved, facts, layout, cache.num_blocks)
-    swap_space = SwapSpace(cache, resolved.num_swap_blocks * num_groups, streams) if resolved.num_swap_blocks else None
+    runner = ModelRunner(
+        servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams, graphs, servable.mixing
+    )
+    host = _host_memory(resolved, facts)
+    scheduler = _scheduler(config, resolved, facts, layout, cache.num_blocks, host)
+    swap_space = SwapSpace(cache, host.num_blocks * num_groups, streams) if host.num_blocks else None
+    if states is not None and host.num_slots:
+        states.add_host_slots(host.num_slots)
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
     def defaults() -> Defaults:
@@ -82,7 +90,14 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
 
     return Served(
         core=EngineCore(
-            scheduler, runner, cache, swap_space, _follower(servable), lockstep, _overlaps(config, servable.device, lockstep)
+            scheduler,
+            runner,
+            cache,
+            swap_space,
+            _follower(servable),
+            lockstep,
+            _overlaps(config, servable.device, lockstep),
+            states,
         ),
         config=resolved,
         vocab_size=servable.vocab_size,
@@ -98,16 +113,43 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
     )
 
 
-def _scheduler(config: CBConfig, resolved: ResolvedConfig, facts: ModelFacts, layout: KVLayout, num_blocks: int) -> Scheduler:
+class _HostMemory(NamedTuple):
+    """Of the host, for sequences that wait."""
+
+    num_blocks: int  # of each group of layers
+    num_slots: int = 0
+    slot_blocks: int = 0  # blocks that are as long to copy as a slot
+
+
+def _host_memory(resolved: ResolvedConfig, facts: ModelFacts) -> _HostMemory:
+    """Swap space as blocks, and, for layers with states, one slot for so many blocks as a short sequence has."""
+    num_blocks = resolved.num_swap_blocks
+    if not facts.state_bytes:
+        return _HostMemory(num_blocks)
+    if not facts.kv_bytes_per_token:  # blocks are but names, so all of it is for slots
+        num_slots = min(resolved.max_batch_size, resolved.num_swap_blocks // facts.state_bytes)
+        return _HostMemory(resolved.num_blocks if num_slots else 0, num_slots, slot_blocks=1)
+    slot_blocks = -(-facts.state_bytes // (resolved.block_size * facts.kv_bytes_per_token))
+    num_slots = min(resolved.max_batch_size, num_blocks // (2 * slot_blocks))
+    return _HostMemory(num_blocks - num_slots * slot_blocks if num_slots else 0, num_slots, slot_blocks)
+
+
+def _scheduler(
+    config: CBConfig, resolved: ResolvedConfig, facts: ModelFacts, layout: KVLayout, num_blocks: int, host: _HostMemory
+) -> Scheduler:
     num_groups = len(layout.groups)
-    memory = KVManager(
-        BlockPool(num_blocks),
-        resolved.block_size,
-        shares=resolved.prefix_cache,
-        num_host_blocks=resolved.num_swap_blocks * num_groups,
-        reaches=tuple(Reach(window, chunk) for window, chunk in layout.reaches),
-        max_step_tokens=resolved.max_batch_tokens,
-    )
+    options: dict[str, Any] = {
+        "shares": resolved.prefix_cache,
+        "num_host_blocks": host.num_blocks * num_groups,
+        "reaches": tuple(Reach(window, chunk) for window, chunk in layout.reaches),
+        "max_step_tokens": resolved.max_batch_tokens,
+    }
+    memory: KVManager
+    if resolved.num_state_slots:
+        options |= {"num_host_slots": host.num_slots, "slot_blocks": host.slot_blocks * num_groups}
+        memory = StateManager(BlockPool(num_blocks), SlotPool(resolved.num_state_slots), resolved.block_size, **options)
+    else:
+        memory = KVManager(BlockPool(num_blocks), resolved.block_size, **options)
     return Scheduler(
         memory,
         max_batch_tokens=resolved.max_batch_tokens,
@@ -148,6 +190,8 @@ def _examine(model: Any, config: CBConfig, lockstep: Lockstep | None, books: Boo
         servable = examine(model, wishes)
     except UnservableError as error:
         reason = uneven_heads(model, lockstep.size) or str(error)
+    if reason is None and servable.mixing is not None:
+        reason = "layers keep a state, of which each process would have a part"
     if not lockstep.least(reason is None):
         raise UnservableError(reason or "another rank cannot serve its part of it")
     return servable
@@ -171,21 +215,33 @@ def make_policy(named: str | Callable[[], Policy]) -> Policy:
     return policy
 
 
-def _allocate(servable: Servable, resolved: ResolvedConfig, facts: ModelFacts, layout: KVLayout) -> KVCache:
+def _allocate(
+    servable: Servable, resolved: ResolvedConfig, facts: ModelFacts, layout: KVLayout
+) -> tuple[KVCache, StatePool | None]:
+    """The memory of keys and values, and of states."""
     if resolved.kv_cache_memory > facts.free_memory:
         weights = sum(tensor.nbytes for tensor in servable.twin.parameters())
         raise InvalidArgumentError(
             f"kv_cache_memory: {resolved.num_blocks} blocks x {resolved.block_size} tokens x {facts.kv_bytes_per_token} "
-            f"bytes = {resolved.kv_cache_memory} bytes; {servable.device} has {facts.free_memory} bytes free beside the "
+            f"bytes{_and_states(resolved, facts)} = {resolved.kv_cache_memory} bytes; {servable.device} has {facts.free_memory} bytes free beside the "
             f"weights' {weights}: {resolved.kv_cache_memory - facts.free_memory} too many"
         )
     try:
-        return KVCache(servable.specs, resolved.num_blocks * len(layout.groups), resolved.block_size, layout)
+        cache = KVCache(servable.specs, resolved.num_blocks * len(layout.groups), resolved.block_size, layout)
+        if servable.mixing is None:
+            return cache, None
+        states = StatePool(servable.states, resolved.num_state_slots)
+        servable.mixing.use(states)
+        return cache, states
     except (RuntimeError, MemoryError, ValueError) as error:  # torch's out-of-memory errors are RuntimeErrors
         raise InvalidArgumentError(
             f"kv_cache_memory: {resolved.num_blocks} blocks take {resolved.kv_cache_memory} bytes, and {servable.device} has "
             f"no room for them"
         ) from error
+
+
+def _and_states(resolved: ResolvedConfig, facts: ModelFacts) -> str:
+    return f" + {resolved.num_state_slots} states x {facts.state_bytes} bytes" if facts.state_bytes else ""
 
 
 def _graphs(
@@ -217,6 +273,8 @@ def _why_no_graphs(servable: Servable, lockstep: Lockstep | None) -> str | None:
         return f"CUDA graphs run on {' or '.join(graphs.DEVICES)}, not on {servable.device.type}"
     if lockstep is not None:
         return "other processes take part in each step"
+    if servable.mixing is not None:
+        return "layers keep a state, by the model's own code"
     if len(devices) > 1:
         return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))})"
     if any("_hf_hook" in vars(module) for module in servable.twin.modules()):
@@ -246,21 +304,30 @@ def _facts(servable: Servable, layout: KVLayout, own_code: str | None) -> ModelF
     return ModelFacts(
         kv_bytes_per_token=layout.bytes_per_token(servable.specs),
         max_positions=servable.max_positions,
-        free_memory=_room(servable.specs),
+        free_memory=_room(servable.specs, servable.device),
         default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),
-        kv_dtype=str(servable.specs[0].dtype).removeprefix("torch."),
+        state_bytes=slot_bytes(servable.states),
+        kv_dtype=str(_dtype(servable)).removeprefix("torch."),
         default_block_size=servable.backend.block_size,
         max_step_tokens=servable.max_step_tokens,
         has_own_code=own_code is not None,
     )
 
 
-def _room(specs: Sequence[LayerSpec]) -> int:
-    """Bytes that a cache may take over all devices, each of which holds the keys and values of its own layers."""
+def _dtype(servable: Servable) -> torch.dtype:
+    """Of its keys and values, or else of its weights."""
+    return servable.specs[0].dtype if servable.specs else next(servable.twin.parameters()).dtype
+
+
+def _room(specs: Sequence[LayerSpec], device: torch.device) -> int:
+    """Bytes that a cache may take over all devices, each of which holds the keys and values of its own layers; or on `device`, if
+    there are no such layers."""
     parts: Counter[torch.device] = Counter()
     for spec in specs:
         parts[spec.device] += spec.bytes_per_token
-    return min(_free_memory(device) * parts.total() // part for device, part in parts.items())
+    if not parts:
+        return _free_memory(device)
+    return min(_free_memory(where) * parts.total() // part for where, part in parts.items())
 
 
 def _free_memory(device: torch.device) -> int:

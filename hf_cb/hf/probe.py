@@ -1,4 +1,4 @@
-"""Probe: two random rows run through a twin, packed and in chunks, beside what they are alone.
+"""Probe: a few random rows run through a twin, packed and in chunks, beside what they are alone.
 
 The rows first run alone, by the model's own attention. What the engine will do to them then is tried and compared: packing,
 chunks, shuffled blocks, neighbours, few logits, another dtype of the cache.
@@ -7,6 +7,7 @@ chunks, shuffled blocks, neighbours, few logits, another dtype of the cache.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -19,13 +20,19 @@ from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.hf.twins.attention import IMPLEMENTATION, Observer, register, set_port
 from hf_cb.hf.twins.fingerprint import Books, Fingerprint
+from hf_cb.hf.twins.mixer_trials import try_mixers
+from hf_cb.hf.twins.mixers import FLAWS, Mixer, find_mixers
+from hf_cb.hf.twins.mixing import Mixing
 from hf_cb.hf.twins.positions import max_positions
 from hf_cb.hf.twins.twin import set_attention
 from hf_cb.runtime.input_batch import InputBatch, build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import Forward
 from hf_cb.runtime.port import AttentionPort
+from hf_cb.runtime.state_pool import StatePool
 from hf_cb.runtime.streams import streams_of
+
+logger = logging.getLogger("hf_cb")
 
 _BLOCK_SIZE = 4
 _CHUNKS = (13, 22, 59, 1, 1)  # tokens of each row in the probe's steps
@@ -37,7 +44,7 @@ class UnservableError(Exception):
 
 
 class Probe:
-    """A twin with two rows to try it with. Each check raises UnservableError with what is wrong."""
+    """A twin with rows to try it with. Each check raises UnservableError with what is wrong."""
 
     def __init__(self, twin: nn.Module, forward: Forward, vocab_size: int, device: torch.device) -> None:
         """Runs the rows alone, with the attention that the twin still has."""
@@ -51,6 +58,10 @@ class Probe:
         self.written: Books = before.written(Fingerprint.of(twin))
         """What its modules wrote as they ran."""
         self._observer = Observer()
+        self.mixers: list[Mixer] = []
+        """Its layers that keep a state, in the order of their calls; after `observe_states`."""
+        self.mixing: Mixing | None = None
+        """What serves them."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -70,15 +81,37 @@ class Probe:
         row = self._rows[1]
         positions = torch.arange(len(row), device=row.device, dtype=torch.int64)
         self.forward(row[None], positions[None], positions[-1:])
-        if not self.specs:
-            raise UnservableError("its layers never call the registered attention function")
         _check_windows(self._observer)
+
+    def observe_states(self) -> None:
+        """Learn which layers keep a state, and serve those from slots; after `observe`."""
+        try:
+            self.mixers = find_mixers(self.twin, self.modules, self._run_with_cache)
+        except FLAWS as error:  # with a cache: in plain use it may be told to have none
+            logger.debug("what its layers keep could not be observed", exc_info=error)
+        if not self.specs and not self.mixers:
+            raise UnservableError("its layers never call the registered attention function")
+        if self.mixers:
+            try_mixers(self.mixers)
+            self.mixing = Mixing(self.mixers, self._states())
+
+    def _run_with_cache(self) -> None:
+        set_port(self.twin, Observer())
+        self.twin(input_ids=self._rows[1][None], use_cache=True, return_dict=True)
+
+    def _states(self) -> StatePool:
+        """Slots for the rows, two each, which hold no numbers yet."""
+        pool = StatePool([mixer.specs for mixer in self.mixers], 2 * len(self._rows))
+        for states in (states for own in pool.states for states in own):
+            if states.is_floating_point():
+                states.fill_(float("nan"))
+        return pool
 
     def check(self, backend: AttentionBackend) -> list[torch.Tensor]:
         """Run the rows packed and in chunks, once more beside other neighbours, and compare. The logits of each row, packed."""
-        first, second = (row.tolist() for row in self._rows)
-        packed = self._run([first, second], backend)
-        beside_other = self._run([[*first[1:], first[0]], second], backend)
+        first, second, third = (row.tolist() for row in self._rows)
+        packed = self._run([first, second, third], backend)
+        beside_other = self._run([[*first[1:], first[0]], second, third], backend)
         half = self._alone[0].dtype != torch.float32 or any(spec.dtype.itemsize < 4 for spec in self.specs)
         for got, want in zip(packed, self._alone, strict=True):
             if not _close(got, want, half):
@@ -127,16 +160,18 @@ class Probe:
         itself. `sparing`: of each chunk's last position, and only they are asked for, as in service."""
         specs = self.specs if specs is None else specs
         block_size = max(_BLOCK_SIZE, backend.block_multiple)
-        cache = KVCache(specs, 2 * -(-_LONGEST // block_size) + 1, block_size)
+        cache = KVCache(specs, len(rows) * -(-_LONGEST // block_size) + 1, block_size)
         port = AttentionPort(self.modules, specs, backend, cache)
         set_port(self.twin, port)
-        tables = _shuffled_tables(block_size)
-        done = [0, 0]
-        logits: list[list[torch.Tensor]] = [[], []]
-        for chunk in _CHUNKS:
+        if self.mixing is not None:
+            self.mixing.use(self._states())
+        tables = _shuffled_tables(len(rows), block_size)
+        done = [0] * len(rows)
+        logits: list[list[torch.Tensor]] = [[] for _ in rows]
+        for number, chunk in enumerate(_CHUNKS):
             parts = [(i, tuple(row[done[i] : done[i] + chunk])) for i, row in enumerate(rows)]
             scheduled = tuple(
-                ScheduledRow(i, done[i], part, RowMemory(tables[i][: -(-(done[i] + len(part)) // block_size)]), 1)
+                ScheduledRow(i, done[i], part, self._memory(number, i, done[i], len(part), tables[i], block_size), 1)
                 for i, part in parts
                 if part
             )
@@ -151,30 +186,42 @@ class Probe:
                 done[row.request_id] += len(row.token_ids)
         return [torch.cat(parts_of_row) for parts_of_row in logits]
 
+    def _memory(self, step: int, row: int, start: int, length: int, table: tuple[int, ...], block_size: int) -> RowMemory:
+        """A row's part of a cache and, in turn, its two slots."""
+        blocks, end = table[: -(-(start + length) // block_size)], start + length
+        if not self.mixers:
+            return RowMemory(blocks)
+        slots = (row, len(self._rows) + row)
+        return RowMemory(blocks, slots[(step - 1) % 2] if start else None, ((end, slots[step % 2]),))
+
     def _step(self, batch: InputBatch, port: AttentionPort, sparing: bool) -> torch.Tensor:
         everywhere = torch.arange(batch.input_ids.shape[1], device=self.device, dtype=torch.int64)
         asked = batch.logits_indices if sparing else everywhere
         port.begin(batch.steps, asked if sparing else None)
+        if self.mixing is not None:
+            self.mixing.begin(batch.states, batch.input_ids.shape[1])
         out = self.forward(batch.input_ids, batch.position_ids, asked).float()
         if any(calls != 1 for calls in port.calls):
             raise UnservableError("an attention layer was not called exactly once a step")
         port.end()
+        if self.mixing is not None:
+            self.mixing.end()
         return out
 
 
 def _random_rows(vocab_size: int, longest: int, device: torch.device) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    lengths = (longest, min(longest, 36))
+    lengths = (longest, min(longest, 36), 1)
     return [
         torch.randint(0, vocab_size, (n,), generator=generator, dtype=torch.int64, device="cpu").to(device) for n in lengths
     ]
 
 
-def _shuffled_tables(block_size: int) -> list[tuple[int, ...]]:
+def _shuffled_tables(num_rows: int, block_size: int) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(1)
     per_row = -(-_LONGEST // block_size)
-    blocks = (torch.randperm(2 * per_row, generator=generator, dtype=torch.int64, device="cpu") + 1).tolist()
-    return [tuple(blocks[:per_row]), tuple(blocks[per_row:])]
+    blocks = (torch.randperm(num_rows * per_row, generator=generator, dtype=torch.int64, device="cpu") + 1).tolist()
+    return [tuple(blocks[row * per_row : (row + 1) * per_row]) for row in range(num_rows)]
 
 
 def _check_windows(observer: Observer) -> None:

@@ -27,9 +27,11 @@ from hf_cb.hf.twins.attention import UnservableLayerError
 from hf_cb.hf.twins.dispatched import device_of
 from hf_cb.hf.twins.fingerprint import Books, global_hooks
 from hf_cb.hf.twins.forwards import wrapped_forward
+from hf_cb.hf.twins.mixing import Mixing
 from hf_cb.hf.twins.positions import goes_beyond, max_positions, query_scale_span
 from hf_cb.hf.twins.twin import forward_of, make_twin
 from hf_cb.runtime.model_runner import Forward
+from hf_cb.runtime.state_pool import StateSpec
 
 logger = logging.getLogger("hf_cb")
 
@@ -60,6 +62,8 @@ class Servable:
     goes_beyond_positions: bool  # whether the model goes on beyond those by itself
     max_step_tokens: int | None  # that may be packed into one step
     zeros_are_none: frozenset[str]  # arguments of its forward that may as well be left out where they are all zeros
+    mixing: Mixing | None = None  # of its layers that keep a state
+    states: tuple[tuple[StateSpec, ...], ...] = ()  # the states of each of those
 
 
 def examine(model: nn.Module, wishes: Wishes, books: Books | None = None) -> Servable:
@@ -104,6 +108,7 @@ def _examine(model: nn.Module, wishes: Wishes, books: Books) -> Servable:
         books.update(probe.written)
         with linear_calls(twin) as calls:
             probe.observe()
+        probe.observe_states()
         specs = tuple(_stored_in(wishes.kv_dtype, spec) for spec in probe.specs)
         backend, reason = choose_attention_backend(specs, wishes.attention_backend, wishes.block_size)
         probe.check(backend)
@@ -124,6 +129,8 @@ def _examine(model: nn.Module, wishes: Wishes, books: Books) -> Servable:
         goes_beyond_positions=goes_beyond(twin),
         max_step_tokens=query_scale_span(twin),
         zeros_are_none=probe.zeros_are_none,
+        mixing=probe.mixing,
+        states=tuple(mixer.specs for mixer in probe.mixers),
     )
 
 
@@ -132,10 +139,7 @@ def _twin(model: nn.Module) -> tuple[nn.Module, Forward]:
         twin = make_twin(model)
     except Exception as error:
         raise UnservableError(f"its module tree cannot be copied ({brief(error)})") from error
-    forward = forward_of(twin)
-    if forward is None:
-        raise UnservableError("its forward takes no position_ids")
-    return twin, forward
+    return twin, forward_of(twin)
 
 
 def _embeddings(twin: nn.Module) -> tuple[int, torch.device]:

@@ -11,6 +11,7 @@ import torch
 
 from hf_cb.attention.step import AttentionStep
 from hf_cb.core.output import UNKNOWN, ScheduledRow, SchedulerOutput
+from hf_cb.runtime.state_pool import StateGroup, group_states
 from hf_cb.runtime.streams import Streams
 
 
@@ -41,6 +42,7 @@ class InputBatch:
     steps: tuple[AttentionStep, ...]  # for each group of layers: they differ in where the keys and values are
     draft_parts: tuple[DraftPart, ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
+    states: tuple[StateGroup, ...] = ()  # which states its rows read and write, of a model that has some
     unknown: tuple[torch.Tensor, torch.Tensor] | None = None  # packed positions, and which tokens of the step before go there
 
     def follow(self, tokens: torch.Tensor) -> None:
@@ -103,6 +105,7 @@ def build_input_batch(
         ),
         draft_parts=asked.drafts,
         prompt_parts=asked.prompts,
+        states=group_states(rows, streams.device) if rows[0].memory.states else (),
         unknown=(rest[-2], rest[-1]) if unknown else None,
     )
 

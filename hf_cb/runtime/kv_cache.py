@@ -39,16 +39,18 @@ class KVCache:
     @property
     def is_released(self) -> bool:
         """Whether the memory is given back."""
-        return not self.tensors
+        return self._is_released
 
     def release(self) -> None:
         """Give the memory back to the system; what was in it is lost."""
         self.tensors = self.layers = ()
+        self._is_released = True
         for kind in {spec.device.type for spec in self.specs} - {"cpu"}:
             getattr(torch, kind).empty_cache()
 
     def restore(self) -> None:
         """Take the memory (again), zeroed. Raises what torch or numpy raise when there is none."""
+        self._is_released = False
         self.tensors = tuple(
             LayerKV(self._zeros(spec, spec.head_size), self._zeros(spec, spec.value_head_size)) for spec in self.specs
         )

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,7 @@ from hf_cb.runtime.lockstep import Lockstep, Step, lost
 from hf_cb.runtime.logprobs import PromptLogprobs
 from hf_cb.runtime.port import AttentionPort
 from hf_cb.runtime.sampler import Chosen, RowState, Sampled, accept, choose, sample
+from hf_cb.runtime.state_pool import StateGroup
 from hf_cb.runtime.streams import Download, Streams, streams_of
 
 logger = logging.getLogger("hf_cb")
@@ -29,6 +31,16 @@ DEVICE_LOST: tuple[type[BaseException], ...] = (getattr(torch, "AcceleratorError
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(input_ids [1, T], position_ids [1, T], logits_indices [n]) -> logits [n, vocab]."""
+
+
+class Mixing(Protocol):
+    """What stands in the place of a twin's layers that keep a state."""
+
+    def begin(self, groups: tuple[StateGroup, ...], num_tokens: int) -> None:
+        """Their next calls are of a step of so many packed tokens, whose rows read and write these states."""
+
+    def end(self) -> None:
+        """The step is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,9 +106,10 @@ class ModelRunner:
         lockstep: Lockstep | None = None,
         streams: Streams | None = None,
         graphs: DecodeGraphs | None = None,
+        mixing: Mixing | None = None,
     ) -> None:
         """`num_groups`: of layers, see KVLayout. `lockstep`: with the ranks that share the model; None: it is all here.
-        `streams`: of the device. `graphs`: of decode steps, where there may be any."""
+        `streams`: of the device. `graphs`: of decode steps, where there may be any. `mixing`: of layers that keep states."""
         self._forward = forward
         self._port = port
         self._block_size = block_size
@@ -105,6 +118,7 @@ class ModelRunner:
         self._num_groups = num_groups
         self._lockstep = lockstep
         self.graphs = graphs
+        self._mixing = mixing
         self._rows: dict[int, RowState] = {}
         self._beams: dict[int, Beams] = {}
         self._prompts: dict[int, PromptLogprobs] = {}  # of requests that want them and have no token yet
@@ -275,6 +289,8 @@ class ModelRunner:
             return logits
         indices = batch.logits_indices
         self._port.begin(batch.steps, indices if len(indices) < batch.input_ids.shape[1] else None)
+        if self._mixing is not None:
+            self._mixing.begin(batch.states, batch.input_ids.shape[1])
         try:
             return self._forward(batch.input_ids, batch.position_ids, batch.logits_indices)
         except Exception as error:
@@ -283,6 +299,8 @@ class ModelRunner:
             raise
         finally:
             self._port.end()
+            if self._mixing is not None:
+                self._mixing.end()
 
 
 def given_up(output: SchedulerOutput, error: Exception) -> StepResult:

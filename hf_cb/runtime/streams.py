@@ -31,6 +31,8 @@ class Download(abc.ABC):
 class Streams(abc.ABC):
     """Of one device. `waits`: whether a copy is done when the call returns."""
 
+    device: torch.device
+
     waits: bool
 
     @abc.abstractmethod
@@ -53,11 +55,11 @@ class HostStreams(Streams):
     waits = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     @override
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).to(self._device) for array in arrays]
+        return [torch.from_numpy(array).to(self.device) for array in arrays]
 
     @override
     def download(self, *tensors: torch.Tensor) -> Download:
@@ -82,7 +84,7 @@ class CudaStreams(Streams):
     waits = False
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._swapping: dict[torch.device, torch.cuda.Stream] = {}
 
     @override
@@ -92,7 +94,7 @@ class CudaStreams(Streams):
         starts = [0, *ends[:-1].tolist()]
         for array, part in zip(arrays, _parts(arrays, host, starts), strict=True):
             part.numpy()[...] = array
-        return _parts(arrays, host.to(self._device, non_blocking=True), starts)
+        return _parts(arrays, host.to(self.device, non_blocking=True), starts)
 
     @override
     def download(self, *tensors: torch.Tensor) -> Download:
@@ -100,7 +102,7 @@ class CudaStreams(Streams):
         for target, tensor in zip(there, tensors, strict=True):
             target.copy_(tensor, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self._device))
+        done.record(torch.cuda.current_stream(self.device))
         return _Coming(there, done)
 
     @contextlib.contextmanager

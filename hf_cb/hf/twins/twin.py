@@ -119,22 +119,20 @@ def merge_notes(model: nn.Module) -> list[list[str]]:
     return [note for note in notes if isinstance(note, list)]
 
 
-def forward_of(twin: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """The twin as (input_ids [1, T], position_ids [1, T], logits_indices [n]) -> logits [n, vocab].
-
-    None if it takes no position_ids.
-    """
+def forward_of(twin: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The twin as (input_ids [1, T], position_ids [1, T], logits_indices [n]) -> logits [n, vocab]. One that takes no positions
+    is not told them: its layers may keep states, and need none."""
     accepted = inspect.signature(twin.forward).parameters
-    if "position_ids" not in accepted:
-        return None
-    keeps = "logits_to_keep" in accepted
+    keeps, counts = "logits_to_keep" in accepted, "position_ids" in accepted
     if keeps and is_dispatched(twin) and (head := twin.get_output_embeddings()) is not None:  # type: ignore[operator]
         return _selecting(twin, TokensBeforeHead(head))
 
     def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        select = {"logits_to_keep": logits_indices} if keeps else {}
+        options = {"logits_to_keep": logits_indices} if keeps else {}
+        if counts:
+            options["position_ids"] = position_ids
         # Eager is called through __call__ so that hooks (accelerate's device hooks) run.
-        logits = twin(input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True, **select).logits[0]
+        logits = twin(input_ids=input_ids, use_cache=False, return_dict=True, **options).logits[0]
         return logits if keeps else logits[logits_indices]  # type: ignore[no-any-return]
 
     return forward
