@@ -110,7 +110,7 @@ class Intake:
         for token, _ in request.sampling.logit_bias:
             if token >= served.vocab_size:
                 raise InvalidArgumentError(f"logit_bias: takes token ids from 0 to {served.vocab_size - 1}; got {token}")
-        served.core.check_fits(request)
+        served.core.scheduler.check_fits(request)
 
     def submit(self, requests: Sequence[Request]) -> list[GenerationHandle]:
         """Queue validated requests, all or none."""
