@@ -28,21 +28,17 @@ _MAX_HEAD_SIZE = 256
 
 def why_not_flash(spec: LayerSpec) -> str | None:
     """What all kernels of this family refuse."""
-    if spec.device.type not in DEVICES:
-        return f"runs on {' or '.join(DEVICES)}, not on {spec.device.type}"
-    if spec.dtype not in DTYPES:
-        return f"takes float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
-    if spec.head_size != spec.value_head_size:
-        return "takes keys and values of one head size"
-    if spec.head_size > _MAX_HEAD_SIZE or spec.head_size % 8:
-        return f"takes head sizes that are multiples of 8, at most {_MAX_HEAD_SIZE}"
-    if spec.num_heads % spec.num_kv_heads:
-        return "takes a whole number of query heads for each key head"
-    if spec.has_sinks:
-        return "knows no sinks"
-    if spec.chunk is not None:
-        return "knows no chunks"
-    return None
+    is_odd_size = spec.head_size > _MAX_HEAD_SIZE or spec.head_size % 8 != 0
+    reasons = {
+        f"runs on {' or '.join(DEVICES)}, not on {spec.device.type}": spec.device.type not in DEVICES,
+        f"takes float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}": spec.dtype not in DTYPES,
+        "takes keys and values of one head size": spec.head_size != spec.value_head_size,
+        f"takes head sizes that are multiples of 8, at most {_MAX_HEAD_SIZE}": is_odd_size,
+        "takes a whole number of query heads for each key head": spec.num_heads % spec.num_kv_heads != 0,
+        "knows no sinks": spec.has_sinks,
+        "knows no chunks": spec.chunk is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 @functools.cache
