@@ -122,7 +122,7 @@ class EngineCore:
         if self.cache.is_released:
             self.cache.restore()
         if self.follow_weights(Look.CLOSE if self._has_new else Look.QUICK):
-            scheduler.forget_prefixes()
+            scheduler.memory.forget_prefixes()
         self._has_new = False
         output = scheduler.schedule()
         self._move_blocks(output.moves)
@@ -182,30 +182,16 @@ class EngineCore:
         self.scheduler.abort(request_id, reason)
         self.runner.remove(request_id)
 
-    def check_fits(self, request: Request) -> None:
-        """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask, here and below."""
-        self.scheduler.check_fits(request)
-
     @property
     def max_tokens(self) -> int:
-        """The most tokens of prompt and output that the KV cache holds for one request."""
-        return self.scheduler.memory.max_tokens
+        """The most tokens of prompt and output that the KV cache holds for one request. Any thread may ask, here and below."""
+        return self.scheduler.memory.capacity.max_tokens
 
     @property
     def load(self) -> Load:
         """How many requests run and wait, and what is free."""
         scheduler = self.scheduler
         return Load(scheduler.num_running, scheduler.num_waiting, scheduler.num_seats, scheduler.memory.blocks_used)
-
-    @property
-    def num_preemptions(self) -> tuple[int, int]:
-        """How often a sequence was preempted, and how often it was swapped out then."""
-        return self.scheduler.num_preemptions, self.scheduler.num_swaps
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
-        return self.cache.num_blocks
 
     @property
     def graphs(self) -> tuple[int, str]:
@@ -226,7 +212,7 @@ class EngineCore:
     def forget_prefixes(self) -> None:
         """Begin anew with the weights as they are now, for sequences that are running too."""
         self.follow_weights(Look.NONE_NEEDED)
-        self.scheduler.forget_prefixes()
+        self.scheduler.memory.forget_prefixes()
 
     def release_kv(self) -> None:
         """Give the KV memory back until the next step. What runs waits, and computes its keys and values again then."""
@@ -293,13 +279,9 @@ class EngineCore:
                 raise
             except Exception as error:
                 if len(part.rows) > 1 and attempts > 0:
-                    parts += _halves(part)
+                    middle = len(part.rows) // 2
+                    parts += [SchedulerOutput.of_rows(rows) for rows in (part.rows[middle:], part.rows[:middle])]
                     continue
                 result = given_up(part, error)
             results.append(result)
         return StepResult.of_parts(results)
-
-
-def _halves(output: SchedulerOutput) -> list[SchedulerOutput]:
-    middle = len(output.rows) // 2
-    return [SchedulerOutput.of_rows(rows) for rows in (output.rows[middle:], output.rows[:middle])]

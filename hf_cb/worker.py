@@ -192,7 +192,8 @@ class Worker(Door):
 
     def _count_preemptions(self) -> None:
         """By what is new since the last time: a scheduler's own counts end with it."""
-        before, self._counted = self._counted, self.core.num_preemptions
+        scheduler, before = self.core.scheduler, self._counted
+        self._counted = scheduler.num_preemptions, scheduler.num_swaps
         self._meter.preemptions += self._counted[0] - before[0]
         self._meter.swaps += self._counted[1] - before[1]
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_cb.core.prefix import PrefixNames
+
+
+class Start(NamedTuple):
+    """What a sequence begins with: blocks that others have computed, and the tokens that they hold for it."""
+
+    blocks: tuple[int, ...]
+    num_tokens: int
 
 
 @dataclass(slots=True)

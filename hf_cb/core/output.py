@@ -14,12 +14,6 @@ from hf_cb.request import Choice, FinishReason, TokenNote
 UNKNOWN = -1  # stands for a token that the step before samples, and whose value has not come back yet
 
 
-class RowMemory(NamedTuple):
-    """What a row shows of its sequence's memory. `block_table` covers the positions up to the row's last token."""
-
-    block_table: tuple[int, ...]
-
-
 class Moves(NamedTuple):
     """What to copy before a step's rows are computed, in this order, once, whatever becomes of the rows."""
 
@@ -35,15 +29,16 @@ class ScheduledRow(NamedTuple):
     """One sequence's part of one step.
 
     `token_ids` are the tokens whose keys and values this step computes; the first stands at position `start` of its
-    sequence; the last may be UNKNOWN. The row asks for the logits at its last `num_logits` positions: none while its tokens
-    don't catch up with the sequence; one that gives the next token; or one more for each drafted token at the row's end,
-    whose logits tell whether the next one is right, too. `beam`: which of the request's beams it is.
+    sequence; the last may be UNKNOWN. `block_table` covers the positions up to the last. The row asks for the logits at its
+    last `num_logits` positions: none while its tokens don't catch up with the sequence; one that gives the next token; or one
+    more for each drafted token at the row's end, whose logits tell whether the next one is right, too. `beam`: which of the
+    request's beams it is.
     """
 
     request_id: int
     start: int
     token_ids: tuple[int, ...]
-    memory: RowMemory
+    block_table: tuple[int, ...]
     num_logits: int
     beam: int = 0
 
@@ -84,9 +79,7 @@ class StepResult:
     tokens: dict[int, tuple[int, ...]]  # request id -> sampled token ids, at least one, at most as many as the row's logits
     errors: dict[int, BaseException] = field(default_factory=dict)  # request id -> why that row has no token
     stopped: frozenset[int] = frozenset()  # request ids that end with their last token, by rules of their own
-    notes: dict[int, tuple[TokenNote, ...]] = field(
-        default_factory=dict
-    )  # request id -> what goes to its caller with each token
+    notes: dict[int, tuple[TokenNote, ...]] = field(default_factory=dict)  # request id -> for its caller, with each token
     choices: dict[int, Choice] = field(default_factory=dict)  # request id -> how its beams go on, once all of them are computed
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hf_cb.core.memory import SequenceMemory
+from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import NO_MOVES, Moves, ScheduledRow, SchedulerOutput
 from hf_cb.core.sequence import Sequence
 
@@ -18,7 +18,7 @@ class StepPlan:
     """A step while it is composed. `budget`: tokens that it may have in all. `draft`: see Scheduler."""
 
     budget: int
-    memory: SequenceMemory
+    memory: KVManager
     draft: Draft | None = None
     granted: int = 0  # of those
     rows: dict[Sequence, ScheduledRow] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class StepPlan:
             if drafts and (moves := self.memory.reserve(seq, end + len(drafts))) is not None:  # nobody is preempted for them
                 self.move(moves)
                 tokens, num_logits = tokens + drafts, 1 + len(drafts)
-        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, self.memory.row(seq), num_logits, seq.beam)
+        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, seq.held.block_table, num_logits, seq.beam)
         self.granted += len(tokens)
 
     def move(self, moves: Moves) -> None:
