@@ -110,8 +110,8 @@ def blocks_saved(outputs: Iterable[SchedulerOutput]) -> float:
     held = alone = 0
     for output in outputs:
         if output.rows and all(len(row.token_ids) == 1 for row in output.rows):
-            held += len({block for row in output.rows for block in row.block_table})
-            alone += sum(len(row.block_table) for row in output.rows)
+            held += len({block for row in output.rows for block in row.memory.block_table})
+            alone += sum(len(row.memory.block_table) for row in output.rows)
     return 1 - held / alone
 
 

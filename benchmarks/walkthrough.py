@@ -140,7 +140,7 @@ def tables(trace: Trace, ids: Sequence[int]) -> list[tuple[tuple[int, ...], int]
     """(block table, tokens stored) of each request in the last step in which all had a row."""
     together = [o for o in trace.outputs if set(ids) <= {row.request_id for row in o.rows}][-1]
     rows = {row.request_id: row for row in together.rows}
-    return [(rows[key].block_table, rows[key].start + len(rows[key].token_ids)) for key in ids]
+    return [(rows[key].memory.block_table, rows[key].start + len(rows[key].token_ids)) for key in ids]
 
 
 def draw_blocks(found: Sequence[tuple[tuple[int, ...], int]], num_blocks: int) -> Figure:

@@ -21,7 +21,7 @@ import hf_cb
 from hf_cb.attention.backend import attention_backend_names, choose_attention_backend, load_attention_backend
 from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.attention.step import LayerCall, LayerKV, LayerSpec
-from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.streams import streams_of
 
@@ -103,7 +103,7 @@ def _check_attention(spec: LayerSpec) -> None:
     counts = [-(-(new + before) // size) for new, before in _ROWS]
     deck = torch.randperm(sum(counts) + 2, generator=generator, dtype=torch.int64, device="cpu").tolist()
     tables = [tuple(deck.pop() for _ in range(count)) for count in counts]
-    rows = tuple(ScheduledRow(i, before, (0,) * new, tables[i], 1) for i, (new, before) in enumerate(_ROWS))
+    rows = tuple(ScheduledRow(i, before, (0,) * new, RowMemory(tables[i]), 1) for i, (new, before) in enumerate(_ROWS))
     total = sum(new for new, _ in _ROWS)
     step = build_input_batch(SchedulerOutput(rows, total), size, streams_of(spec.device)).steps[0]
 

@@ -122,7 +122,7 @@ class EngineCore:
         if self.cache.is_released:
             self.cache.restore()
         if self.follow_weights(Look.CLOSE if self._has_new else Look.QUICK):
-            scheduler.memory.forget_prefixes()
+            scheduler.forget_prefixes()
         self._has_new = False
         output = scheduler.schedule()
         self._move_blocks(output.moves)
@@ -194,6 +194,11 @@ class EngineCore:
         return Load(scheduler.num_running, scheduler.num_waiting, scheduler.num_seats, scheduler.memory.blocks_used)
 
     @property
+    def num_preemptions(self) -> tuple[int, int]:
+        """How often a sequence was preempted, and how often it was swapped out then."""
+        return self.scheduler.num_preemptions, self.scheduler.num_swaps
+
+    @property
     def graphs(self) -> tuple[int, str]:
         """How many CUDA graphs there are, and why there are no more."""
         graphs = self.runner.graphs
@@ -212,7 +217,7 @@ class EngineCore:
     def forget_prefixes(self) -> None:
         """Begin anew with the weights as they are now, for sequences that are running too."""
         self.follow_weights(Look.NONE_NEEDED)
-        self.scheduler.memory.forget_prefixes()
+        self.scheduler.forget_prefixes()
 
     def release_kv(self) -> None:
         """Give the KV memory back until the next step. What runs waits, and computes its keys and values again then."""
@@ -279,9 +284,13 @@ class EngineCore:
                 raise
             except Exception as error:
                 if len(part.rows) > 1 and attempts > 0:
-                    middle = len(part.rows) // 2
-                    parts += [SchedulerOutput.of_rows(rows) for rows in (part.rows[middle:], part.rows[:middle])]
+                    parts += _halves(part)
                     continue
                 result = given_up(part, error)
             results.append(result)
         return StepResult.of_parts(results)
+
+
+def _halves(output: SchedulerOutput) -> list[SchedulerOutput]:
+    middle = len(output.rows) // 2
+    return [SchedulerOutput.of_rows(rows) for rows in (output.rows[middle:], output.rows[:middle])]

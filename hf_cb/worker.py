@@ -192,8 +192,7 @@ class Worker(Door):
 
     def _count_preemptions(self) -> None:
         """By what is new since the last time: a scheduler's own counts end with it."""
-        scheduler, before = self.core.scheduler, self._counted
-        self._counted = scheduler.num_preemptions, scheduler.num_swaps
+        before, self._counted = self._counted, self.core.num_preemptions
         self._meter.preemptions += self._counted[0] - before[0]
         self._meter.swaps += self._counted[1] - before[1]
 

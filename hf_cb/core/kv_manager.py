@@ -16,7 +16,7 @@ from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.block_tables import BlockTables
 from hf_cb.core.capacity import Capacity
 from hf_cb.core.holding import Start
-from hf_cb.core.output import NO_MOVES, Moves
+from hf_cb.core.output import NO_MOVES, Moves, RowMemory
 from hf_cb.core.prefix import BlockName, PrefixNames
 from hf_cb.core.reach import ALL, Reach
 from hf_cb.core.sequence import Sequence
@@ -81,7 +81,7 @@ class KVManager:
         return self.can_reserve(seq, seq.num_tokens, start, beside)
 
     def can_reserve(self, seq: Sequence, num_tokens: int, start: Start | None = None, headroom: int = 0) -> bool:
-        """Whether `reserve` would succeed now, after `admit(seq, start)`, and leave `headroom` blocks."""
+        """Whether `reserve` would succeed now, after `adopt(seq, start)`, and leave `headroom` blocks."""
         blocks, num_held = ((), 0) if start is None else start
         kept = sum(self._pool.ref_count(block) == 0 for block in self.tables.held(blocks))
         copied = self.tables.num_groups if num_held % self._block_size else 0
@@ -94,8 +94,9 @@ class KVManager:
         found = self.match_prefix(seq)
         if found is None:
             return None
-        is_out_of_date = sibling is not None and sibling.held.num_published is None  # of an older state of the model
-        if sibling is None or is_out_of_date or seq.request.prompt_logprobs is not None:  # those take every position's logits
+        if sibling is None or sibling.held.num_published is None:  # of an older state of the model
+            return found
+        if seq.request.prompt_logprobs is not None:  # those take every position's logits
             return found
         shared = len(seq.request.prompt) - 1  # the last token's logits are needed
         if sibling.num_computed_tokens < shared:
@@ -143,11 +144,15 @@ class KVManager:
     def admit(self, seq: Sequence, start: Start | None) -> Moves:
         """Let `seq` begin with what `find_start` has just found; None: with what was moved out of it."""
         if start is None:
-            return Moves(swap_in=self._move_in(seq))
+            return Moves(swap_in=self.move_in(seq))
+        self.adopt(seq, start)
+        return NO_MOVES
+
+    def adopt(self, seq: Sequence, start: Start) -> None:
+        """Let `seq`, which is being admitted, begin with what `find_start` has just found."""
         self._pool.incref(self.tables.held(start.blocks))
         seq.held.num_published = start.num_tokens // self._block_size if self._shares else 0
         self._hold(seq, *start)
-        return NO_MOVES
 
     def branch(self, seqs: Iterable[Sequence], branches: Iterable[tuple[Sequence, Sequence]]) -> None:
         """Put new sequences in the place of `seqs`: (parent, branch) each, where the branch has what its parent has.
@@ -186,7 +191,7 @@ class KVManager:
         self._moved.add(seq)
         return Moves(swap_out=pairs)
 
-    def _move_in(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
+    def move_in(self, seq: Sequence) -> tuple[tuple[int, int], ...]:
         """Give `seq` blocks for what is in its host blocks, as `can_reserve` said: (host block, block) each."""
         kept = [host for host in seq.held.host_blocks if host is not None]
         blocks = self._pool.allocate(len(kept))
@@ -198,6 +203,10 @@ class KVManager:
         self._leave_host(seq)
         self._hold(seq, table, num_tokens)
         return tuple(zip(kept, blocks, strict=True))
+
+    def row(self, seq: Sequence) -> RowMemory:
+        """What a step's row shows of it to the runtime."""
+        return RowMemory(seq.held.block_table)
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         """The step that wrote `seq`'s tokens up to `num_tokens` has succeeded: share them, give back what it sees no more."""

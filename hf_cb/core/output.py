@@ -14,6 +14,12 @@ from hf_cb.request import Choice, FinishReason, TokenNote
 UNKNOWN = -1  # stands for a token that the step before samples, and whose value has not come back yet
 
 
+class RowMemory(NamedTuple):
+    """What a row shows of its sequence's memory. `block_table` covers the positions up to the row's last token."""
+
+    block_table: tuple[int, ...]
+
+
 class Moves(NamedTuple):
     """What to copy before a step's rows are computed, in this order, once, whatever becomes of the rows."""
 
@@ -29,16 +35,15 @@ class ScheduledRow(NamedTuple):
     """One sequence's part of one step.
 
     `token_ids` are the tokens whose keys and values this step computes; the first stands at position `start` of its
-    sequence; the last may be UNKNOWN. `block_table` covers the positions up to the last. The row asks for the logits at its
-    last `num_logits` positions: none while its tokens don't catch up with the sequence; one that gives the next token; or one
-    more for each drafted token at the row's end, whose logits tell whether the next one is right, too. `beam`: which of the
-    request's beams it is.
+    sequence; the last may be UNKNOWN. The row asks for the logits at its last `num_logits` positions: none while its tokens
+    don't catch up with the sequence; one that gives the next token; or one more for each drafted token at the row's end,
+    whose logits tell whether the next one is right, too. `beam`: which of the request's beams it is.
     """
 
     request_id: int
     start: int
     token_ids: tuple[int, ...]
-    block_table: tuple[int, ...]
+    memory: RowMemory
     num_logits: int
     beam: int = 0
 

@@ -116,6 +116,10 @@ class Scheduler:
         self._end(seq, reason)
         return True
 
+    def forget_prefixes(self) -> None:
+        """Let no sequence begin with what was computed up to now: the model has changed. Those that run go on as they are."""
+        self.memory.forget_prefixes()
+
     def preempt_all(self) -> None:
         """Take all blocks from those that run, and forget what is in them: the memory is going. They wait, in their order."""
         for seq in reversed(list(self._running)):

@@ -38,7 +38,7 @@ class StepPlan:
             if drafts and (moves := self.memory.reserve(seq, end + len(drafts))) is not None:  # nobody is preempted for them
                 self.move(moves)
                 tokens, num_logits = tokens + drafts, 1 + len(drafts)
-        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, seq.held.block_table, num_logits, seq.beam)
+        self.rows[seq] = ScheduledRow(seq.request_id, start, tokens, self.memory.row(seq), num_logits, seq.beam)
         self.granted += len(tokens)
 
     def move(self, moves: Moves) -> None:

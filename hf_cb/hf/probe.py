@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_cb.attention.backend import AttentionBackend
 from hf_cb.attention.step import LayerSpec
-from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.hf.twins.attention import IMPLEMENTATION, Observer, register, set_port
 from hf_cb.hf.twins.fingerprint import Books, Fingerprint
 from hf_cb.hf.twins.positions import max_positions
@@ -136,7 +136,7 @@ class Probe:
         for chunk in _CHUNKS:
             parts = [(i, tuple(row[done[i] : done[i] + chunk])) for i, row in enumerate(rows)]
             scheduled = tuple(
-                ScheduledRow(i, done[i], part, tables[i][: -(-(done[i] + len(part)) // block_size)], 1)
+                ScheduledRow(i, done[i], part, RowMemory(tables[i][: -(-(done[i] + len(part)) // block_size)]), 1)
                 for i, part in parts
                 if part
             )

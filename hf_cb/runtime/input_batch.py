@@ -76,7 +76,7 @@ def build_input_batch(
     # Position of packed token t of row i: start_i + (t - first packed index of row i).
     row_of = np.repeat(np.arange(len(rows)), lens)
     positions = np.arange(len(ids)) + (starts - (ends - lens))[row_of]
-    asked = _ask(rows, ends, wanted or {})
+    asked = _ask(rows, ends, wanted)
     cu_seqlens_q = np.concatenate([[0], ends]).astype(np.int32)
     arrays: list[np.ndarray] = [ids, positions, asked.indices, cu_seqlens_q, key_lens.astype(np.int32)]
     arrays += _places(rows, row_of, positions, block_size, num_groups)
@@ -126,7 +126,7 @@ class _Asked(NamedTuple):
     prompts: tuple[PromptPart, ...]
 
 
-def _ask(rows: Sequence[ScheduledRow], ends: np.ndarray, wanted: Mapping[int, Wanted]) -> _Asked:
+def _ask(rows: Sequence[ScheduledRow], ends: np.ndarray, wanted: Mapping[int, Wanted] | None) -> _Asked:
     """`ends` [N]: of the rows, packed."""
     num_logits = np.fromiter((row.num_logits for row in rows), np.int64, len(rows))
     asking = np.flatnonzero(num_logits)
@@ -138,7 +138,11 @@ def _ask(rows: Sequence[ScheduledRow], ends: np.ndarray, wanted: Mapping[int, Wa
         indices.append(np.arange(ends[drafting] - len(row.drafts), ends[drafting]))
         num_asked += len(row.drafts)
     for row, end in zip(rows, ends, strict=True) if wanted else ():
-        if row.request_id in wanted and (positions := wanted[row.request_id](row.start, row.start + len(row.token_ids))):
+        if (
+            wanted
+            and row.request_id in wanted
+            and (positions := wanted[row.request_id](row.start, row.start + len(row.token_ids)))
+        ):
             prompts.append(PromptPart(row.request_id, positions.start, len(positions)))
             indices.append(np.asarray(positions) - row.start + end - len(row.token_ids))
     return _Asked(np.concatenate(indices), tuple(rows[int(i)].request_id for i in asking), tuple(drafts), tuple(prompts))
@@ -148,7 +152,7 @@ def _places(
     rows: Sequence[ScheduledRow], row_of: np.ndarray, positions: np.ndarray, block_size: int, num_groups: int
 ) -> list[np.ndarray]:
     """For each group of layers its block table [N, width] int32, and the slots [T] int64 of the packed tokens."""
-    tables = [row.block_table for row in rows]
+    tables = [row.memory.block_table for row in rows]
     block_table = np.zeros((len(rows), max(map(len, tables))), np.int32)  # 0 beyond the used blocks: a valid id
     for i, table in enumerate(tables):
         block_table[i, : len(table)] = table

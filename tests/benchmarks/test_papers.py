@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import paper_pictures, papers, peers, swap, trace, walkthrough
 from benchmarks.subject import Subject
-from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("how-a-token-is-made.md", "papers.md")
@@ -31,7 +31,7 @@ def step(*rows: tuple[int, int], preempted: tuple[int, ...] = (), sampled: tuple
 
 
 def single(request_id: int, start: int, *table: int) -> ScheduledRow:
-    return ScheduledRow(request_id, start, (5,), table, 1)
+    return ScheduledRow(request_id, start, (5,), RowMemory(table), 1)
 
 
 @pytest.mark.parametrize("part", papers.PARTS)
@@ -63,7 +63,7 @@ def test_reservations_are_counted_from_admission_to_the_last_token():
 
 
 def test_shared_blocks_count_once():
-    prompt = SchedulerOutput((ScheduledRow(1, 0, (5, 6), (0,), 1),), 2)
+    prompt = SchedulerOutput((ScheduledRow(1, 0, (5, 6), RowMemory((0,)), 1),), 2)
     both = SchedulerOutput((single(1, 20, 0, 1), single(2, 20, 0, 2)), 2)
     assert papers.blocks_saved([prompt, both]) == 1 - 3 / 4
     assert trace.shared_blocks((0, 1, 4), (0, 1, 3, 4)) == 2

@@ -83,7 +83,7 @@ def test_running(llama: PreTrainedModel) -> None:
         gate.let(1)
         (row,) = gate.arrival().rows
         assert_cancelled(handle, 5)  # the first of the six steps was the neighbour's, the sixth still counts
-        assert engine.stats().blocks_used == len(row.block_table)
+        assert engine.stats().blocks_used == len(row.memory.block_table)
 
 
 def test_between_the_chunks_of_its_prompt(llama: PreTrainedModel) -> None:

@@ -52,7 +52,7 @@ def test_a_request_that_runs_too_long(llama: PreTrainedModel) -> None:
             list(handle)
         assert handle.finish_reason is FinishReason.TIMEOUT
         assert long_row().begins_with(handle.tokens)
-        assert engine.stats().blocks_used == len(row.block_table)
+        assert engine.stats().blocks_used == len(row.memory.block_table)
         gate.let(float("inf"))
         assert neighbour.result().tokens == rows()[7].tokens
         assert engine.stats().finished == {FinishReason.TIMEOUT: 1, FinishReason.LENGTH: 1}

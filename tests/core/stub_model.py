@@ -65,9 +65,9 @@ class StubModel:
         for row in output.rows:
             for position, token in enumerate(row.token_ids, row.start):
                 token = latest.tokens[row.request_id][-1] if token == UNKNOWN else token
-                before = _SEED if position == 0 else self._slots[self._slot(row.block_table, position - 1)]
+                before = _SEED if position == 0 else self._slots[self._slot(row.memory.block_table, position - 1)]
                 for group in range(len(self.reaches)):
-                    self._slots[self._slot(row.block_table, position, group)] = _absorb(before, token)
+                    self._slots[self._slot(row.memory.block_table, position, group)] = _absorb(before, token)
             if row.num_logits and not fails:
                 last, end = self._seen(row, row.end), row.end
                 search = self._searches.get(row.request_id)
@@ -81,7 +81,7 @@ class StubModel:
         """What position `end - 1` sees."""
         return _mix(
             [
-                [self._slots[self._slot(row.block_table, p, g)] for p in range(reach.first(end - 1), end)]
+                [self._slots[self._slot(row.memory.block_table, p, g)] for p in range(reach.first(end - 1), end)]
                 for g, reach in enumerate(self.reaches)
             ]
         )

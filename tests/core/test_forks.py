@@ -34,7 +34,7 @@ def test_a_fork_computes_one_token_and_copies_one_block():
         (fork.request_id, 6, 1),
     ]
     assert output.cached == ((fork.request_id, 6),)
-    (block, copy), one, two = output.moves.copies[0], output.rows[0].block_table, output.rows[1].block_table
+    (block, copy), one, two = output.moves.copies[0], output.rows[0].memory.block_table, output.rows[1].memory.block_table
     assert (one[0], one[1], block, copy) == (two[0], block, one[1], two[1])
     model.move(output)
     scheduler.update(output, model.step(output))
@@ -68,7 +68,7 @@ def test_a_fork_of_a_fork_in_one_step():
     scheduler.add(forks_fork)
     output = scheduler.schedule()
     assert len(output.rows) == 3
-    assert {block for block, _ in output.moves.copies} == {output.rows[0].block_table[1]}
+    assert {block for block, _ in output.moves.copies} == {output.rows[0].memory.block_table[1]}
     model.move(output)
     for emission in scheduler.update(output, model.step(output)):
         assert emission.tokens == (output_alone(first)[0],)

@@ -160,7 +160,7 @@ class SharingMachine(RuleBasedStateMachine):
             assert self.blocks[block] == (self.age, salt, tuple(tokens[: (i + 1) * self.block_size]))
         if seq.num_tokens > self.num_blocks * self.block_size or not self.kv.can_reserve(seq, seq.num_tokens, start):
             return
-        self.kv.admit(seq, start)
+        self.kv.adopt(seq, start)
         assert self.kv.reserve(seq, seq.num_tokens) == NO_MOVES
         self.held.append(seq)
 
@@ -174,7 +174,7 @@ class SharingMachine(RuleBasedStateMachine):
         if start is None or not self.kv.can_reserve(seq, seq.num_tokens, start):
             return
         assert sibling.held.num_published is None or start.num_tokens == seq.num_tokens - 1
-        self.kv.admit(seq, start)
+        self.kv.adopt(seq, start)
         self._copy(seq, self.kv.reserve(seq, seq.num_tokens).copies)
         self.held.append(seq)
 
@@ -253,7 +253,7 @@ class SharingMachine(RuleBasedStateMachine):
         if not back:
             self.kv.release(seq)
             return
-        for host, block in self.kv.admit(seq, None).swap_in:
+        for host, block in self.kv.move_in(seq):
             self.blocks[block] = self.host.pop(host)
         self.held.append(seq)
 

@@ -111,7 +111,7 @@ def test_without_the_cache_everything_is_computed():
 def test_what_was_forgotten_is_computed_again():
     scheduler, model = sharing(), StubModel(BLOCK)
     serve(scheduler, model, make(12, 1))
-    scheduler.memory.forget_prefixes()
+    scheduler.forget_prefixes()
     assert serve(scheduler, model, make(12, 1))[0] == 12
     assert serve(scheduler, model, make(12, 1))[0] == 4
 
@@ -122,7 +122,7 @@ def test_a_sequence_that_ran_while_all_was_forgotten_publishes_no_more():
     scheduler.add(running)
     output = scheduler.schedule()
     scheduler.update(output, model.step(output))
-    scheduler.memory.forget_prefixes()
+    scheduler.forget_prefixes()
     run(scheduler, model)
     whole = Request((*running.prompt, *output_alone(running)), 1)
     assert serve(scheduler, model, whole)[0] == len(whole.prompt)

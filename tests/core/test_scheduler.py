@@ -25,7 +25,7 @@ def test_a_prompt_runs_in_one_step_and_then_token_by_token():
         (row,) = output.rows
         assert (row.request_id, row.num_logits) == (request.request_id, 1)
         assert row.token_ids == tokens_of(scheduler, request.request_id)[row.start :]
-        assert len(row.block_table) == -(-(row.start + len(row.token_ids)) // 4)
+        assert len(row.memory.block_table) == -(-(row.start + len(row.token_ids)) // 4)
         shapes.append((row.start, len(row.token_ids)))
         scheduler.update(output, model.step(output))
     assert shapes == [(0, 6), (6, 1), (7, 1)]

@@ -214,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def forget_prefixes(self):
-        self.scheduler.memory.forget_prefixes()
+        self.scheduler.forget_prefixes()
 
     @rule(data=st.data())
     @precondition(lambda self: self.live)
@@ -272,9 +272,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.num_scheduled_tokens == sum(len(row.token_ids) for row in output.rows) <= self.max_batch_tokens
         assert len(output.rows) <= self.scheduler.num_running <= self.max_batch_size
         assert not {row.request_id for row in output.rows} & set(output.preempted)
-        held = Counter(block for row in output.rows for block in row.block_table)
+        held = Counter(block for row in output.rows for block in row.memory.block_table)
         for row in output.rows:  # what a row writes to is its own, and computed tokens are never written again
-            written = row.block_table[row.start // self.block_size * len(self.reaches) :]
+            written = row.memory.block_table[row.start // self.block_size * len(self.reaches) :]
             assert all(held[block] == 1 for block in written)
         for row in output.rows:
             self._check_row(row)
@@ -284,7 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq = self.scheduler._sequences[row.request_id].members[row.beam]
         assert row.token_ids[: row.end - row.start] == tuple(seq.tokens[row.start : row.end]) != ()
         assert bool(row.num_logits) == (row.end == len(seq.tokens) and not seq.tails)
-        assert len(row.block_table) // len(self.reaches) * self.block_size >= row.start + len(row.token_ids)
+        assert len(row.memory.block_table) // len(self.reaches) * self.block_size >= row.start + len(row.token_ids)
 
     def _update(self, output: SchedulerOutput, result: StepResult) -> None:
         self.scheduler.advance(output)

@@ -104,7 +104,7 @@ def test_one_that_computed_by_an_older_model_publishes_nothing_when_it_is_back()
         output = scheduler.schedule()
         model.move(output)
         if output.moves.swap_out:
-            scheduler.memory.forget_prefixes()
+            scheduler.forget_prefixes()
         scheduler.update(output, model.step(output))
     later = Request((*second.prompt, *output_alone(second)), 1)
     scheduler.add(later)

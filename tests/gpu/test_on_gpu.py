@@ -14,7 +14,7 @@ import hf_cb
 from hf_cb.attention.backend import attention_backend_names, load_attention_backend
 from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.attention.step import LayerCall, LayerKV, LayerSpec
-from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.core.swap_cost import SwapCost
 from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.streams import streams_of
@@ -49,7 +49,7 @@ def test_kernel(name: str, spec: LayerSpec, rows: tuple[tuple[int, int], ...]) -
     counts = [-(-(new + before) // size) for new, before in rows]
     deck = torch.randperm(sum(counts) + 3, generator=generator).tolist()
     tables = [tuple(deck.pop() for _ in range(count)) for count in counts]
-    scheduled = tuple(ScheduledRow(i, before, (0,) * new, tables[i], 1) for i, (new, before) in enumerate(rows))
+    scheduled = tuple(ScheduledRow(i, before, (0,) * new, RowMemory(tables[i]), 1) for i, (new, before) in enumerate(rows))
     step = build_input_batch(SchedulerOutput(scheduled, sum(n for n, _ in rows)), size, streams_of(CUDA)).steps[0]
 
     def randn(*shape: int) -> torch.Tensor:

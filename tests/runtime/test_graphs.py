@@ -10,7 +10,7 @@ import torch
 from graph_emulator import Device
 
 from hf_cb.attention.step import LayerSpec
-from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.runtime.graphs import DecodeGraphs, Sizes
 from hf_cb.runtime.input_batch import InputBatch, build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
@@ -27,7 +27,7 @@ def batch(*lens: int, new: int = 1) -> InputBatch:
     rows, block = [], 0
     for i, keys in enumerate(lens):
         count = -(-keys // BLOCK_SIZE)
-        rows.append(ScheduledRow(i, keys - new, (keys,) * new, tuple(range(block, block + count)), 1))
+        rows.append(ScheduledRow(i, keys - new, (keys,) * new, RowMemory(tuple(range(block, block + count))), 1))
         block += count
     return build_input_batch(SchedulerOutput(tuple(rows), new * len(lens)), BLOCK_SIZE, streams_of(CPU))
 

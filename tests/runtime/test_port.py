@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_cb.attention.step import AttentionStep, LayerCall, LayerKV, LayerSpec
-from hf_cb.core.output import ScheduledRow, SchedulerOutput
+from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.request import Request, SamplingParams
 from hf_cb.runtime.input_batch import build_input_batch
 from hf_cb.runtime.kv_cache import KVCache
@@ -55,7 +55,7 @@ def output(*rows: ScheduledRow) -> SchedulerOutput:
     return SchedulerOutput(rows, sum(len(row.token_ids) for row in rows))
 
 
-STEP = build_input_batch(output(ScheduledRow(1, 0, (5, 6, 7), (0,), 1)), 4, streams_of(CPU)).steps[0]
+STEP = build_input_batch(output(ScheduledRow(1, 0, (5, 6, 7), RowMemory((0,)), 1)), 4, streams_of(CPU)).steps[0]
 Q, K, V = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 6)
 SPECS = [spec(), spec(window=4), spec()]
 
@@ -210,14 +210,14 @@ def test_the_runner_samples_the_rows_that_caught_up(made: Made) -> None:
     for request_id, row in enumerate([(5, 6), (9,), (20,)]):
         runner.add(Request(row, 5, request_id=request_id))
     step = output(
-        ScheduledRow(0, 0, (5, 6), (1,), 0),
-        ScheduledRow(1, 3, (9,), (2,), 1),
-        ScheduledRow(2, 7, (20,), (3, 4), 1),
+        ScheduledRow(0, 0, (5, 6), RowMemory((1,)), 0),
+        ScheduledRow(1, 3, (9,), RowMemory((2,)), 1),
+        ScheduledRow(2, 7, (20,), RowMemory((3, 4)), 1),
     )
     result = runner.execute(step)
     assert (result.tokens, result.errors) == ({1: (12,), 2: (27,)}, {})
     assert runner.model_seconds > 0
-    assert runner.execute(output(ScheduledRow(0, 0, (5, 6), (1,), 0))).tokens == {}
+    assert runner.execute(output(ScheduledRow(0, 0, (5, 6), RowMemory((1,)), 0))).tokens == {}
     with pytest.raises(RuntimeError, match="outside a step"):
         port.serve(modules[0], Q, K, V, None)
 
@@ -236,7 +236,7 @@ def test_a_step_that_failed_can_be_executed_again(made: Made) -> None:
     request = Request((5,), 5, sampling=SamplingParams(do_sample=True, seed=3), request_id=0)
     for each in (runner, other):
         each.add(request)
-    step = output(ScheduledRow(0, 0, (5,), (1,), 1))
+    step = output(ScheduledRow(0, 0, (5,), RowMemory((1,)), 1))
     with pytest.raises(ArithmeticError, match="a bad step"):
         runner.execute(step)
     with pytest.raises(RuntimeError, match="outside a step"):
@@ -255,7 +255,7 @@ def test_a_rows_own_error_is_its_own(made: Made) -> None:
     runner = runner_of(forward, port)
     for request_id in (0, 1):
         runner.add(Request((5,), 5, sampling=SamplingParams(do_sample=True, seed=3), request_id=request_id))
-    result = runner.execute(output(ScheduledRow(0, 0, (5,), (1,), 1), ScheduledRow(1, 0, (5,), (2,), 1)))
+    result = runner.execute(output(ScheduledRow(0, 0, (5,), RowMemory((1,)), 1), ScheduledRow(1, 0, (5,), RowMemory((2,)), 1)))
     assert list(result.errors) == [0]
     assert list(result.tokens) == [1]
 
@@ -266,4 +266,4 @@ def test_a_forgotten_request(made: Made) -> None:
     runner.add(Request((5,), 5, request_id=7))
     runner.remove(7)
     with pytest.raises(KeyError):
-        runner.execute(output(ScheduledRow(7, 0, (5,), (1,), 1)))
+        runner.execute(output(ScheduledRow(7, 0, (5,), RowMemory((1,)), 1)))

@@ -15,7 +15,7 @@ import torch
 import hf_cb
 from hf_cb.attention.flash import FlashAttention2
 from hf_cb.attention.step import AttentionStep, LayerCall, LayerSpec
-from hf_cb.core.output import UNKNOWN, ScheduledRow, SchedulerOutput
+from hf_cb.core.output import UNKNOWN, RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.hf.twins.attention import IMPLEMENTATION, register, set_port
 from hf_cb.hf.twins.twin import forward_of, make_twin, set_attention
 from hf_cb.request import Request, SamplingParams
@@ -83,7 +83,7 @@ def meta_runner() -> ModelRunner:
 
 
 def rows(ids: Sequence[int], start: int, tokens: tuple[int, ...]) -> SchedulerOutput:
-    return SchedulerOutput(tuple(ScheduledRow(i, start, tokens, (i,), 1) for i in ids), len(ids) * len(tokens))
+    return SchedulerOutput(tuple(ScheduledRow(i, start, tokens, RowMemory((i,)), 1) for i in ids), len(ids) * len(tokens))
 
 
 def test_no_launch_needs_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
