@@ -124,6 +124,11 @@ class Gate:
             assert self._standing is not None
             return self._standing
 
+    def after(self, steps: float) -> SchedulerOutput:
+        """Let this many more steps through, and return the one that stands at the gate then."""
+        self.let(steps)
+        return self.arrival()
+
     def _pass(self, output: SchedulerOutput) -> StepResult:
         with self._changed:
             self._standing = output

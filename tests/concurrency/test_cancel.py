@@ -48,40 +48,34 @@ def test_before_the_engine_saw_it(llama: PreTrainedModel) -> None:
     with served(llama) as (engine, gate, _):
         handle = submit_long(engine)  # in the inbox: the engine stands at the gate
         handle.cancel()
-        gate.let(1)
-        gate.arrival()
+        gate.after(1)
         assert_cancelled(handle, 0)
 
 
-def test_before_the_first_step_of_all(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        with engine.pause():
-            handle = submit_long(engine)
-            handle.cancel()
-            assert_cancelled(handle, 0)
-        assert engine.stats().steps == 0
+def test_before_the_first_step_of_all(engine: Engine) -> None:
+    with engine.pause():
+        handle = submit_long(engine)
+        handle.cancel()
+        assert_cancelled(handle, 0)
+    assert engine.stats().steps == 0
 
 
 def test_waiting(llama: PreTrainedModel) -> None:
     with served(llama, max_batch_size=1) as (engine, gate, _):
         handle = submit_long(engine)
-        gate.let(2)
-        gate.arrival()
+        gate.after(2)
         assert (engine.stats().running, engine.stats().waiting) == (1, 1)
         handle.cancel()
-        gate.let(1)
-        gate.arrival()
+        gate.after(1)
         assert_cancelled(handle, 0)
 
 
 def test_running(llama: PreTrainedModel) -> None:
     with served(llama) as (engine, gate, _):
         handle = submit_long(engine)
-        gate.let(5)
-        gate.arrival()
+        gate.after(5)
         handle.cancel()
-        gate.let(1)
-        (row,) = gate.arrival().rows
+        (row,) = gate.after(1).rows
         assert_cancelled(handle, 5)  # the first of the six steps was the neighbour's, the sixth still counts
         assert engine.stats().blocks_used == len(row.memory.block_table)
 
@@ -95,8 +89,7 @@ def test_between_the_chunks_of_its_prompt(llama: PreTrainedModel) -> None:
         assert chunk.start > 0
         assert not chunk.num_logits
         handle.cancel()
-        gate.let(1)
-        gate.arrival()
+        gate.after(1)
         assert_cancelled(handle, 0)
 
 
@@ -109,33 +102,29 @@ def test_preempted(llama: PreTrainedModel) -> None:
             gate.let(1)
         assert second.tokens
         second.cancel()
-        gate.let(1)
-        gate.arrival()
+        gate.after(1)
         assert_cancelled(second, len(second.tokens))
         gate.let(math.inf)
         assert first.result().tokens == long_row().tokens
 
 
-def test_finished(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        handle = submit(engine, rows()[0])
-        result = handle.result()
-        handle.cancel()
-        assert handle.result() == result
-        assert list(handle) == list(result.tokens) == list(rows()[0].tokens)
-        assert submit(engine, rows()[1]).result().tokens == rows()[1].tokens
-        assert engine.stats().finished == {FinishReason.LENGTH: 2}
+def test_finished(engine: Engine) -> None:
+    handle = submit(engine, rows()[0])
+    result = handle.result()
+    handle.cancel()
+    assert handle.result() == result
+    assert list(handle) == list(result.tokens) == list(rows()[0].tokens)
+    assert submit(engine, rows()[1]).result().tokens == rows()[1].tokens
+    assert engine.stats().finished == {FinishReason.LENGTH: 2}
 
 
 def test_twice_and_from_many_threads(llama: PreTrainedModel) -> None:
     with served(llama) as (engine, gate, _):
         handle = submit_long(engine)
-        gate.let(2)
-        gate.arrival()
+        gate.after(2)
         assert together([handle.cancel] * 8) == [None] * 8
         handle.cancel()
-        gate.let(1)
-        gate.arrival()
+        gate.after(1)
         handle.cancel()
         assert_cancelled(handle, 2)
 
@@ -154,25 +143,23 @@ def test_while_others_wait_for_it(llama: PreTrainedModel) -> None:
         assert len({id(end) for end in ends}) == 8  # each its own: a traceback is not shared between threads
 
 
-def test_while_paused(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        handle = submit_long(engine)
-        gate.let(math.inf)
-        wait_until(lambda: handle.tokens)
-        with engine.pause():
-            assert engine.stats().blocks_used > 0
-            steps = engine.stats().steps
-            handle.cancel()
-            assert_cancelled(handle, len(handle.tokens))
-            assert engine.stats().blocks_used == 0
-            assert engine.stats().steps == steps
+def test_while_paused(engine: Engine, gate: Gate) -> None:
+    handle = submit_long(engine)
+    gate.let(math.inf)
+    wait_until(lambda: handle.tokens)
+    with engine.pause():
+        assert engine.stats().blocks_used > 0
+        steps = engine.stats().steps
+        handle.cancel()
+        assert_cancelled(handle, len(handle.tokens))
+        assert engine.stats().blocks_used == 0
+        assert engine.stats().steps == steps
 
 
 def test_dropped_without_being_read(llama: PreTrainedModel) -> None:
     with served(llama) as (engine, gate, _):
         handle = submit_long(engine)
-        gate.let(3)
-        gate.arrival()
+        gate.after(3)
         del handle
         gc.collect()
         gate.let(2)
@@ -188,15 +175,14 @@ def test_dropped_in_the_inbox(llama: PreTrainedModel) -> None:
         assert len(gate.arrival().rows) == 1
 
 
-def test_dropped_while_paused(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        handle = submit_long(engine)
-        next(iter(handle))
-        with engine.pause():
-            del handle
-            gc.collect()
-        wait_until(lambda: engine.stats().finished == {FinishReason.CANCELLED: 1})
-        assert engine.stats().blocks_used == 0
+def test_dropped_while_paused(engine: Engine) -> None:
+    handle = submit_long(engine)
+    next(iter(handle))
+    with engine.pause():
+        del handle
+        gc.collect()
+    wait_until(lambda: engine.stats().finished == {FinishReason.CANCELLED: 1})
+    assert engine.stats().blocks_used == 0
 
 
 def test_abandoned_iterator(llama: PreTrainedModel) -> None:
@@ -208,10 +194,9 @@ def test_abandoned_iterator(llama: PreTrainedModel) -> None:
         gc.collect()
 
 
-def test_a_held_handle_outlives_its_iterators(llama: PreTrainedModel) -> None:
+def test_a_held_handle_outlives_its_iterators(engine: Engine) -> None:
     row = rows()[5]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        handle = submit(engine, row)
-        assert next(iter(handle)) == row.tokens[0]
-        gc.collect()
-        assert tuple(handle) == row.tokens
+    handle = submit(engine, row)
+    assert next(iter(handle)) == row.tokens[0]
+    gc.collect()
+    assert tuple(handle) == row.tokens

@@ -11,6 +11,7 @@ from serving import SMALL, ask, plain, rows, together
 from transformers import PreTrainedModel
 
 import hf_cb
+from hf_cb import Engine
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -75,17 +76,16 @@ def test_plain_use_while_sixteen_threads_are_served(llama: PreTrainedModel) -> N
         assert torch.equal(llama(row.ids).logits, logits)
 
 
-def test_native_calls_beside_served_ones(llama: PreTrainedModel) -> None:
+def test_native_calls_beside_served_ones(llama: PreTrainedModel, engine: Engine) -> None:
     """Guidance runs natively: one call at a time, exact, and the served ones don't wait for it."""
     row = rows()[6]
     truth = plain(llama, row.prompt, len(row.tokens), guidance_scale=1.5)
     assert truth != row.tokens
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        results = together(
-            [lambda: ask(llama, row, guidance_scale=1.5)] * 4 + [lambda row=row: ask(llama, row) for row in rows()[:8]]
-        )
-        assert results == [truth] * 4 + [row.tokens for row in rows()[:8]]
-        assert sum(engine.stats().native_calls.values()) == 4
+    results = together(
+        [lambda: ask(llama, row, guidance_scale=1.5)] * 4 + [lambda row=row: ask(llama, row) for row in rows()[:8]]
+    )
+    assert results == [truth] * 4 + [row.tokens for row in rows()[:8]]
+    assert sum(engine.stats().native_calls.values()) == 4
 
 
 def test_twice(llama: PreTrainedModel) -> None:

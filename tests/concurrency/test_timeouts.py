@@ -10,7 +10,7 @@ from serving import SMALL, Gate, long_row, rows, submit, submit_long, together, 
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb import FinishReason, RequestTimeoutError
+from hf_cb import Engine, FinishReason, RequestTimeoutError
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -18,45 +18,40 @@ SHORT = 0.05  # seconds
 LATE = 5.0  # seconds: what no timeout may be late by, on a machine with other things to do
 
 
-def test_a_wait_that_ends_before_the_request(llama: PreTrainedModel) -> None:
+def test_a_wait_that_ends_before_the_request(engine: Engine, gate: Gate) -> None:
     row = rows()[6]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        handle = submit(engine, row)
-        gate.let(2)
-        gate.arrival()
-        began = time.monotonic()
-        with pytest.raises(RequestTimeoutError, match="has not ended") as caught:
-            handle.result(timeout=SHORT)
-        assert isinstance(caught.value, TimeoutError)
-        assert SHORT <= time.monotonic() - began < SHORT + LATE
-        with pytest.raises(RequestTimeoutError):
-            handle.result(timeout=0)
-        assert not handle.done
-        gate.let(float("inf"))
-        assert handle.result(timeout=60).tokens == row.tokens  # it went on
-        assert engine.stats().finished == {FinishReason.LENGTH: 1}
+    handle = submit(engine, row)
+    gate.after(2)
+    began = time.monotonic()
+    with pytest.raises(RequestTimeoutError, match="has not ended") as caught:
+        handle.result(timeout=SHORT)
+    assert isinstance(caught.value, TimeoutError)
+    assert SHORT <= time.monotonic() - began < SHORT + LATE
+    with pytest.raises(RequestTimeoutError):
+        handle.result(timeout=0)
+    assert not handle.done
+    gate.let(float("inf"))
+    assert handle.result(timeout=60).tokens == row.tokens  # it went on
+    assert engine.stats().finished == {FinishReason.LENGTH: 1}
 
 
-def test_a_request_that_runs_too_long(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        neighbour = submit(engine, rows()[7], timeout=600)
-        handle = submit_long(engine, timeout=SHORT)
-        gate.let(4)
-        gate.arrival()
-        time.sleep(SHORT)
-        gate.let(1)
-        (row,) = gate.arrival().rows  # the neighbour's
-        with pytest.raises(RequestTimeoutError, match=r"deadline after \d+ tokens"):
-            handle.result()
-        with pytest.raises(RequestTimeoutError):
-            list(handle)
-        assert handle.finish_reason is FinishReason.TIMEOUT
-        assert long_row().begins_with(handle.tokens)
-        assert engine.stats().blocks_used == len(row.memory.block_table)
-        gate.let(float("inf"))
-        assert neighbour.result().tokens == rows()[7].tokens
-        assert engine.stats().finished == {FinishReason.TIMEOUT: 1, FinishReason.LENGTH: 1}
-        assert engine.stats().blocks_used == 0
+def test_a_request_that_runs_too_long(engine: Engine, gate: Gate) -> None:
+    neighbour = submit(engine, rows()[7], timeout=600)
+    handle = submit_long(engine, timeout=SHORT)
+    gate.after(4)
+    time.sleep(SHORT)
+    (row,) = gate.after(1).rows  # the neighbour's
+    with pytest.raises(RequestTimeoutError, match=r"deadline after \d+ tokens"):
+        handle.result()
+    with pytest.raises(RequestTimeoutError):
+        list(handle)
+    assert handle.finish_reason is FinishReason.TIMEOUT
+    assert long_row().begins_with(handle.tokens)
+    assert engine.stats().blocks_used == len(row.memory.block_table)
+    gate.let(float("inf"))
+    assert neighbour.result().tokens == rows()[7].tokens
+    assert engine.stats().finished == {FinishReason.TIMEOUT: 1, FinishReason.LENGTH: 1}
+    assert engine.stats().blocks_used == 0
 
 
 def test_a_request_that_waits_too_long(llama: PreTrainedModel) -> None:
@@ -71,21 +66,20 @@ def test_a_request_that_waits_too_long(llama: PreTrainedModel) -> None:
         first.cancel()
 
 
-def test_while_paused(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        running = submit_long(engine, timeout=0.3)
-        wait_until(lambda: running.tokens)
-        with engine.pause():
-            came_in = submit(engine, rows()[0], timeout=SHORT)
-            steps = engine.stats().steps
-            for handle in (came_in, running):
-                began = time.monotonic()
-                with pytest.raises(RequestTimeoutError, match="deadline"):
-                    handle.result()
-                assert time.monotonic() - began < 0.3 + LATE
-            assert engine.stats().blocks_used == 0
-            assert engine.stats().steps == steps
-        assert submit(engine, rows()[0]).result().tokens == rows()[0].tokens
+def test_while_paused(engine: Engine) -> None:
+    running = submit_long(engine, timeout=0.3)
+    wait_until(lambda: running.tokens)
+    with engine.pause():
+        came_in = submit(engine, rows()[0], timeout=SHORT)
+        steps = engine.stats().steps
+        for handle in (came_in, running):
+            began = time.monotonic()
+            with pytest.raises(RequestTimeoutError, match="deadline"):
+                handle.result()
+            assert time.monotonic() - began < 0.3 + LATE
+        assert engine.stats().blocks_used == 0
+        assert engine.stats().steps == steps
+    assert submit(engine, rows()[0]).result().tokens == rows()[0].tokens
 
 
 def test_many_deadlines_in_any_order(llama: PreTrainedModel) -> None:
@@ -100,8 +94,7 @@ def test_many_deadlines_in_any_order(llama: PreTrainedModel) -> None:
         patient.cancel()
 
 
-def test_deadlines_of_requests_that_ended_are_not_kept(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        for _ in range(5):
-            engine.generate_batch([[3, 4]] * 60, max_new_tokens=1, timeout=3600)
-        assert len(inside.worker(engine)._answers.deadlines._heap) < 100
+def test_deadlines_of_requests_that_ended_are_not_kept(engine: Engine) -> None:
+    for _ in range(5):
+        engine.generate_batch([[3, 4]] * 60, max_new_tokens=1, timeout=3600)
+    assert len(inside.worker(engine)._answers.deadlines._heap) < 100
