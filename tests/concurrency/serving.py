@@ -13,6 +13,7 @@ import inside
 import models
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from hf_cb import Engine, GenerationHandle
 from hf_cb.core.output import SchedulerOutput, StepResult
@@ -91,6 +92,30 @@ def _row(model: PreTrainedModel, length: int, max_new_tokens: int, generator: to
             return Row(tuple(prompt[0].tolist()), tuple(out.sequences[0, length:].tolist()))
 
 
+class Recorder(BaseStreamer):
+    """Keeps what it is given, and which thread gave it; calls `at_third` at the third token."""
+
+    def __init__(self, at_third: Callable[[], None] = lambda: None) -> None:
+        self.puts: list[list[int]] = []
+        self.threads: set[threading.Thread] = set()
+        self.ended = 0
+        self._at_third = at_third
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(value.flatten().tolist())
+        self.threads.add(threading.current_thread())
+        if len(self.puts) == 4:  # the first is the prompt
+            self._at_third()
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def assert_whole(self, row: Row) -> None:
+        """It was given the prompt, each token by itself, and the end."""
+        assert self.puts == [list(row.prompt), *([token] for token in row.tokens)]
+        assert self.ended == 1
+
+
 class Gate:
     """Stands before every step of an engine and lets none through until told, so that a test acts at a known moment.
 
@@ -128,6 +153,15 @@ class Gate:
         """Let this many more steps through, and return the one that stands at the gate then."""
         self.let(steps)
         return self.arrival()
+
+    def when(self, condition: Callable[[], object]) -> Callable[[], None]:
+        """A call that lets all steps through as soon as `condition` holds."""
+
+        def let() -> None:
+            wait_until(condition)
+            self.let(math.inf)
+
+        return let
 
     def _pass(self, output: SchedulerOutput) -> StepResult:
         with self._changed:

@@ -42,10 +42,6 @@ def assert_ends_cancelled(engine: Engine, handle: GenerationHandle) -> None:
     assert engine.stats().finished == {FinishReason.CANCELLED: 1}
 
 
-def test_await_and_iterate(engine: Engine) -> None:
-    assert asyncio.run(all_at_once(engine)) == truths()
-
-
 def test_two_loops_at_once(engine: Engine) -> None:
     results = together([lambda: asyncio.run(all_at_once(engine))] * 2 + [lambda: submit(engine, rows()[9]).result().tokens])
     assert results == [truths(), truths(), rows()[9].tokens]
@@ -58,12 +54,9 @@ def test_one_handle_in_two_loops_and_a_thread(engine: Engine, gate: Gate) -> Non
     async def wait() -> tuple[int, ...]:
         return (await handle).tokens
 
-    def let() -> None:
-        wait_until(lambda: len(handle._queue._tasks) == 2)
-        gate.let(float("inf"))
-
-    calls = [lambda: asyncio.run(wait())] * 2 + [lambda: handle.result().tokens, lambda: tuple(handle), let]
-    assert together(calls) == [rows()[6].tokens] * 4 + [None]
+    let = gate.when(lambda: len(handle._queue._tasks) == 2)
+    calls = [lambda: asyncio.run(wait())] * 2 + [lambda: handle.result().tokens, lambda: tuple(handle)]
+    assert together([*calls, let]) == [rows()[6].tokens] * 4 + [None]
 
 
 def test_the_loop_goes_on_meanwhile(engine: Engine, gate: Gate) -> None:

@@ -64,11 +64,7 @@ def test_who_waits_for_the_end_is_woken_once(engine: Engine, gate: Gate) -> None
     notify_all = changed.notify_all
     changed.notify_all = lambda: (wakings.append(len(changed._waiters)), notify_all())
 
-    def let() -> None:
-        wait_until(lambda: changed._waiters)
-        gate.let(float("inf"))
-
-    assert together([lambda: handle.result().tokens, let]) == [rows()[6].tokens, None]
+    assert together([lambda: handle.result().tokens, gate.when(lambda: changed._waiters)]) == [rows()[6].tokens, None]
     assert wakings == [1]
 
 

@@ -21,13 +21,13 @@ NEIGHBOUR = 7
 
 
 @contextlib.contextmanager
-def served(model: PreTrainedModel, **options: Any) -> Iterator[tuple[Engine, Gate, GenerationHandle]]:
+def served(model: PreTrainedModel, **options: Any) -> Iterator[tuple[Engine, Gate]]:
     """An engine at a shut gate with a neighbour in it, which must end well, and alone."""
     with hf_cb.continuous_batching(model, **{**SMALL, **options}) as engine:
         with Gate(engine) as gate:
             neighbour = submit(engine, rows()[NEIGHBOUR])
             gate.arrival()
-            yield engine, gate, neighbour
+            yield engine, gate
         assert neighbour.result().tokens == rows()[NEIGHBOUR].tokens
         wait_until(lambda: engine.stats().running + engine.stats().waiting == 0)
         assert engine.stats().blocks_used == 0
@@ -44,12 +44,26 @@ def assert_cancelled(handle: GenerationHandle, num_tokens: int) -> None:
     assert long_row().begins_with(handle.tokens)
 
 
-def test_before_the_engine_saw_it(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
-        handle = submit_long(engine)  # in the inbox: the engine stands at the gate
+@pytest.mark.parametrize(
+    ("seats", "steps", "running", "waiting", "num_tokens"),
+    [
+        pytest.param(8, 0, 1, 0, 0, id="in the inbox"),
+        pytest.param(1, 2, 1, 1, 0, id="waiting"),
+        pytest.param(8, 5, 2, 0, 5, id="running"),  # the first of the six steps is the neighbour's, the sixth still counts
+    ],
+)
+def test_its_neighbour_goes_on_alone(
+    llama: PreTrainedModel, seats: int, steps: int, running: int, waiting: int, num_tokens: int
+) -> None:
+    with served(llama, max_batch_size=seats) as (engine, gate):
+        handle = submit_long(engine)
+        if steps:
+            gate.after(steps)
+        assert (engine.stats().running, engine.stats().waiting) == (running, waiting)
         handle.cancel()
-        gate.after(1)
-        assert_cancelled(handle, 0)
+        (row,) = gate.after(1).rows
+        assert_cancelled(handle, num_tokens)
+        assert engine.stats().blocks_used == len(row.memory.block_table)
 
 
 def test_before_the_first_step_of_all(engine: Engine) -> None:
@@ -60,28 +74,8 @@ def test_before_the_first_step_of_all(engine: Engine) -> None:
     assert engine.stats().steps == 0
 
 
-def test_waiting(llama: PreTrainedModel) -> None:
-    with served(llama, max_batch_size=1) as (engine, gate, _):
-        handle = submit_long(engine)
-        gate.after(2)
-        assert (engine.stats().running, engine.stats().waiting) == (1, 1)
-        handle.cancel()
-        gate.after(1)
-        assert_cancelled(handle, 0)
-
-
-def test_running(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
-        handle = submit_long(engine)
-        gate.after(5)
-        handle.cancel()
-        (row,) = gate.after(1).rows
-        assert_cancelled(handle, 5)  # the first of the six steps was the neighbour's, the sixth still counts
-        assert engine.stats().blocks_used == len(row.memory.block_table)
-
-
 def test_between_the_chunks_of_its_prompt(llama: PreTrainedModel) -> None:
-    with served(llama, max_batch_tokens=8) as (engine, gate, _):
+    with served(llama, max_batch_tokens=8) as (engine, gate):
         handle = submit_long(engine)
         gate.let(len(rows()[NEIGHBOUR].prompt) // 8 + 2)
         chunk = gate.arrival().rows[-1]
@@ -119,7 +113,7 @@ def test_finished(engine: Engine) -> None:
 
 
 def test_twice_and_from_many_threads(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
+    with served(llama) as (engine, gate):
         handle = submit_long(engine)
         gate.after(2)
         assert together([handle.cancel] * 8) == [None] * 8
@@ -130,7 +124,7 @@ def test_twice_and_from_many_threads(llama: PreTrainedModel) -> None:
 
 
 def test_while_others_wait_for_it(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
+    with served(llama) as (engine, gate):
         handle = submit_long(engine)
 
         def cancel() -> None:
@@ -156,23 +150,15 @@ def test_while_paused(engine: Engine, gate: Gate) -> None:
         assert engine.stats().steps == steps
 
 
-def test_dropped_without_being_read(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
+@pytest.mark.parametrize("steps", [0, 3])
+def test_dropped_without_being_read(llama: PreTrainedModel, steps: int) -> None:
+    with served(llama) as (engine, gate):
         handle = submit_long(engine)
-        gate.after(3)
+        if steps:
+            gate.after(steps)
         del handle
         gc.collect()
-        gate.let(2)
-        running = {row.request_id for row in gate.arrival().rows}
-        assert len(running) == 1
-
-
-def test_dropped_in_the_inbox(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
-        submit_long(engine)
-        gc.collect()
-        gate.let(1)
-        assert len(gate.arrival().rows) == 1
+        assert len(gate.after(1).rows) == 1
 
 
 def test_dropped_while_paused(engine: Engine) -> None:
@@ -186,7 +172,7 @@ def test_dropped_while_paused(engine: Engine) -> None:
 
 
 def test_abandoned_iterator(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
+    with served(llama) as (engine, gate):
         gate.let(math.inf)
         for token in submit_long(engine):
             assert token == long_row().tokens[0]

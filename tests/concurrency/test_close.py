@@ -136,11 +136,6 @@ def test_many_close_it_at_once(engine: Engine) -> None:
     assert handle.result().tokens == rows()[3].tokens
 
 
-def test_no_request_at_all(engine: Engine) -> None:
-    assert engine.stats().steps == 0
-    engine.shutdown()
-
-
 @pytest.mark.parametrize("handle_is_kept", [True, False])
 def test_a_model_that_is_dropped_takes_its_engine_along(handle_is_kept: bool) -> None:
     model = tiny_llama()

@@ -115,21 +115,10 @@ def test_every_waiter_has_its_own_exception(engine: Engine, gate: Gate) -> None:
     gate.arrival()
     raise_once(gate, "_execute", Boom())
 
-    def let() -> None:
-        wait_until(lambda: handle._queue._streaming == 2)
-        gate.let(1)
-
+    let = gate.when(lambda: handle._queue._streaming == 2)
     *ends, _ = together([handle.result, handle.result, lambda: list(handle), lambda: list(handle), let])
     assert [type(end) for end in ends] == [RequestFailedError] * 4
     assert len({id(end) for end in ends}) == 4
-
-
-def test_generate_gets_the_cause(llama: PreTrainedModel, engine: Engine) -> None:
-    raise_once(inside.runner(engine), "execute", Boom("it broke"))
-    with pytest.raises(RequestFailedError, match="it broke") as caught:
-        ask(llama, rows()[0])
-    assert isinstance(caught.value.__cause__, Boom)
-    assert ask(llama, rows()[0]) == rows()[0].tokens
 
 
 def test_the_rest_of_a_batch_does_not_go_on_for_nobody(llama: PreTrainedModel) -> None:
@@ -234,10 +223,6 @@ def test_an_engine_that_dies_while_others_pause_it(engine: Engine, gate: Gate) -
         with engine.pause():
             pass
 
-    def let() -> None:
-        wait_until(lambda: inside.num_pauses(engine) == 2)
-        gate.let(1)
-
-    *ends, _ = together([pause, pause, let])
+    *ends, _ = together([pause, pause, gate.when(lambda: inside.num_pauses(engine) == 2)])
     assert [type(end) for end in ends] == [EngineDeadError] * 2
     assert handle.done

@@ -199,3 +199,20 @@ def test_kv_memory_that_is_not_to_be_had_again(engine: Engine, monkeypatch: pyte
     with pytest.raises(hf_cb.EngineDeadError, match="somebody took it") as caught:
         handle.result()
     assert caught.value.__cause__ is cause
+
+
+def test_who_has_paused_it_is_answered_natively(llama: PreTrainedModel, engine: Engine) -> None:
+    with engine.pause():
+        assert ask(llama, rows()[3]) == rows()[3].tokens
+        assert list(engine.stats().native_calls) == ["this thread has paused the engine"]
+    assert ask(llama, rows()[3]) == rows()[3].tokens
+    assert sum(engine.stats().native_calls.values()) == 1
+
+
+def test_who_has_paused_it_asks_a_model_that_has_changed_in_vain(llama: PreTrainedModel, engine: Engine) -> None:
+    assert ask(llama, rows()[3]) == rows()[3].tokens
+    with engine.pause():
+        llama.lm_head.weight = torch.nn.Parameter(llama.lm_head.weight.detach().clone())
+        with pytest.raises(hf_cb.UnsupportedCallError, match=r"^pause: the model has changed"):
+            engine.submit(rows()[3].prompt)
+    assert ask(llama, rows()[3]) == rows()[3].tokens

@@ -9,11 +9,10 @@ from collections.abc import Callable
 import inside
 import pytest
 import torch
-from serving import SMALL, Gate, Row, ask, long_row, plain, rows, submit, submit_long, together, wait_until
+from serving import SMALL, Gate, Recorder, Row, ask, long_row, plain, rows, submit, submit_long, together, wait_until
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import hf_cb
 from hf_cb import Engine, RequestFailedError
@@ -39,17 +38,6 @@ def wrap_module(model: PreTrainedModel) -> None:
 
 
 CHANGES = [replace_module, replace_parameter, wrap_module]
-
-
-class Streamer(BaseStreamer):
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-
-    def put(self, value: torch.Tensor) -> None:
-        self._tokens.extend(value.flatten().tolist())
-
-    def end(self) -> None:
-        pass
 
 
 def by_generate(model: PreTrainedModel, engine: Engine, row: Row) -> tuple[int, ...]:
@@ -86,10 +74,7 @@ def test_with_calls_in_flight(llama: PreTrainedModel, change: Callable[[PreTrain
         change(llama)
         truths = [plain(llama, row.prompt, len(row.tokens)) for row in rows()]
 
-        def let() -> None:
-            wait_until(lambda: inside.inbox(engine))  # the rebuilt twin waits for those in flight
-            gate.let(float("inf"))
-
+        let = gate.when(lambda: inside.inbox(engine))  # the rebuilt twin waits for those in flight
         *after, _ = together([*(lambda row=row: ask(llama, row) for row in rows()), let])
         assert after == truths
         # Those in flight end with what they began with.
@@ -136,10 +121,10 @@ def test_changes_to_and_fro_while_calls_come_in(llama: PreTrainedModel, engine: 
         done = 0
         while not stop.is_set():
             row = rows()[(first + done) % len(rows())]
-            streamed: list[int] = []
-            streamer = Streamer(streamed) if done % 2 else None
+            streamer = Recorder() if done % 2 else None
             assert ask(llama, row, streamer=streamer) == row.tokens
-            assert not streamer or tuple(streamed) == (*row.prompt, *row.tokens)
+            if streamer:
+                streamer.assert_whole(row)
             done += 1
         return done
 
@@ -217,7 +202,7 @@ def test_a_change_between_the_check_and_the_submit(
     llama: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = rows()[6]
-    streamed: list[int] = []
+    recorder = Recorder()
 
     def change() -> None:
         monkeypatch.undo()
@@ -225,8 +210,8 @@ def test_a_change_between_the_check_and_the_submit(
         assert together([lambda: ask(llama, rows()[1])]) == [rows()[1].tokens]
 
     monkeypatch.setattr("hf_cb.intake.release_pool", change)
-    assert ask(llama, row, streamer=Streamer(streamed)) == row.tokens
-    assert tuple(streamed) == (*row.prompt, *row.tokens)
+    assert ask(llama, row, streamer=recorder) == row.tokens
+    recorder.assert_whole(row)
     assert sum(engine.stats().native_calls.values()) == 2
 
 

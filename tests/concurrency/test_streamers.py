@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import inside
 import pytest
-import torch
-from serving import LONG, SMALL, Row, ask, long_row, rows, together, wait_until
+from serving import LONG, SMALL, Recorder, Row, ask, long_row, rows, together, wait_until
 from transformers import PreTrainedModel, TextIteratorStreamer
-from transformers.generation.streamers import BaseStreamer
 
 import hf_cb
 from hf_cb import Engine, FinishReason
 
 pytestmark = pytest.mark.timeout(20)
-
-
-class Recorder(BaseStreamer):
-    """Keeps what it is given, and which thread gave it; calls `at_third` at the third token."""
-
-    def __init__(self, at_third: Callable[[], None] = lambda: None) -> None:
-        self.puts: list[list[int]] = []
-        self.threads: set[threading.Thread] = set()
-        self.ended = 0
-        self._at_third = at_third
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts.append(value.flatten().tolist())
-        self.threads.add(threading.current_thread())
-        if len(self.puts) == 4:  # the first is the prompt
-            self._at_third()
-
-    def end(self) -> None:
-        self.ended += 1
 
 
 class Tokenizer:
@@ -48,17 +26,12 @@ class Boom(Exception):
     pass
 
 
-def assert_whole(recorder: Recorder, row: Row) -> None:
-    assert recorder.puts == [list(row.prompt), *([token] for token in row.tokens)]
-    assert recorder.ended == 1
-
-
 def test_many_at_once(llama: PreTrainedModel, engine: Engine) -> None:
     recorders = [Recorder() for _ in rows()]
     calls = [lambda row=row, r=r: (ask(llama, row, streamer=r), r) for row, r in zip(rows(), recorders, strict=True)]
     assert together(calls) == [(row.tokens, r) for row, r in zip(rows(), recorders, strict=True)]
     for recorder, row in zip(recorders, rows(), strict=True):
-        assert_whole(recorder, row)
+        recorder.assert_whole(row)
     assert len(set.union(*(recorder.threads for recorder in recorders))) == len(rows())  # each on its caller's
     assert engine.stats().native_calls == {}
 
@@ -96,7 +69,7 @@ def test_one_that_dawdles(llama: PreTrainedModel) -> None:
         slow, others = together([lambda: ask(llama, rows()[10], streamer=recorder), ask_others])
         assert slow == rows()[10].tokens
         assert others == [row.tokens for row in rows()[:4]]
-        assert_whole(recorder, rows()[10])
+        recorder.assert_whole(rows()[10])
 
 
 def test_text_iterators_read_in_other_threads(llama: PreTrainedModel, engine: Engine) -> None:
