@@ -45,9 +45,14 @@ def tiny_llama() -> PreTrainedModel:
     return models.tiny("llama", max_position_embeddings=2 * LONG)
 
 
-def plain(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> tuple[int, ...]:
-    """The output tokens of the model's own generate, whatever is installed on it."""
-    out = type(model).generate(model, torch.tensor([prompt]), max_new_tokens=max_new_tokens, **options)
+def plain(
+    model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, seed: int | None = None, **options: Any
+) -> tuple[int, ...]:
+    """The output tokens of the model's own generate, whatever is installed on it; drawn from `seed`, if there is one."""
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        out = type(model).generate(model, torch.tensor([prompt]), max_new_tokens=max_new_tokens, **options)
     return tuple(out[0, len(prompt) :].tolist())
 
 
@@ -153,6 +158,18 @@ class Gate:
         """Let this many more steps through, and return the one that stands at the gate then."""
         self.let(steps)
         return self.arrival()
+
+    def act(self, call: Callable[[], object]) -> None:
+        """Let the engine's thread make this call before the step that stands here, and all steps through."""
+        execute = self._execute
+
+        def call_back(output: SchedulerOutput) -> StepResult:
+            self._execute = execute
+            call()
+            return execute(output)
+
+        self._execute = call_back
+        self.let(math.inf)
 
     def when(self, condition: Callable[[], object]) -> Callable[[], None]:
         """A call that lets all steps through as soon as `condition` holds."""

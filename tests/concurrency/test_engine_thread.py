@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inside
 import pytest
 import torch
 from serving import SMALL, Gate, ask, plain, rows, submit
@@ -11,18 +10,16 @@ from transformers import PreTrainedModel
 
 import hf_cb
 from hf_cb import Engine, RequestFailedError, UnsupportedCallError
-from hf_cb.core.output import SchedulerOutput, StepResult
 
 pytestmark = pytest.mark.timeout(20)
 
 
-def test_every_call_that_would_wait(llama: PreTrainedModel, engine: Engine) -> None:
-    row = rows()[6]
-    runner = inside.runner(engine)
-    execute, refusals = runner.execute, []
+def test_every_call_that_would_wait(llama: PreTrainedModel, engine: Engine, gate: Gate) -> None:
+    row, refusals = rows()[6], []
+    handle = submit(engine, row)
+    gate.arrival()
 
-    def call_back(output: SchedulerOutput) -> StepResult:
-        runner.execute = execute
+    def call_back() -> None:
         for call in (
             lambda: engine.submit(row.prompt),
             lambda: engine.generate_batch([row.prompt]),
@@ -32,10 +29,9 @@ def test_every_call_that_would_wait(llama: PreTrainedModel, engine: Engine) -> N
             with pytest.raises(UnsupportedCallError) as refusal:
                 call()
             refusals.append(str(refusal.value))
-        return execute(output)
 
-    runner.execute = call_back
-    assert ask(llama, row) == row.tokens
+    gate.act(call_back)
+    assert handle.result().tokens == row.tokens
     assert len(refusals) == 4
     assert all("engine's own thread" in refusal for refusal in refusals)
     assert ask(llama, row) == row.tokens
@@ -67,16 +63,12 @@ def test_a_rebuilding(llama: PreTrainedModel, engine: Engine, gate: Gate) -> Non
     handle = submit(engine, row)
     gate.arrival()
     llama.lm_head = nn.Linear(llama.lm_head.in_features, llama.lm_head.out_features, bias=False)
-    execute = gate._execute
 
-    def call_back(output: SchedulerOutput) -> StepResult:
-        gate._execute = execute
+    def call_back() -> None:
         with pytest.raises(UnsupportedCallError, match="engine's own thread"):
             ask(llama, row)
-        return execute(output)
 
-    gate._execute = call_back
-    gate.let(float("inf"))
+    gate.act(call_back)
     assert handle.result().tokens == row.tokens
     assert ask(llama, row) == plain(llama, row.prompt, len(row.tokens))
 
@@ -84,15 +76,7 @@ def test_a_rebuilding(llama: PreTrainedModel, engine: Engine, gate: Gate) -> Non
 def test_shutdown(engine: Engine, gate: Gate) -> None:
     handle = submit(engine, rows()[6])
     gate.arrival()
-    execute = gate._execute
-
-    def call_back(output: SchedulerOutput) -> StepResult:
-        gate._execute = execute
-        engine.shutdown()
-        return execute(output)
-
-    gate._execute = call_back
-    gate.let(float("inf"))
+    gate.act(engine.shutdown)
     assert handle.result().tokens == rows()[6].tokens
     with pytest.raises(hf_cb.EngineClosedError):
         submit(engine, rows()[6])

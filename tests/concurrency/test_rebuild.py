@@ -40,20 +40,15 @@ def wrap_module(model: PreTrainedModel) -> None:
 CHANGES = [replace_module, replace_parameter, wrap_module]
 
 
-def by_generate(model: PreTrainedModel, engine: Engine, row: Row) -> tuple[int, ...]:
-    return ask(model, row)
-
-
-def by_submit(model: PreTrainedModel, engine: Engine, row: Row) -> tuple[int, ...]:
-    return submit(engine, row).result().tokens
-
-
-def by_batch(model: PreTrainedModel, engine: Engine, row: Row) -> tuple[int, ...]:
-    return engine.generate_batch([row.prompt], max_new_tokens=len(row.tokens))[0].tokens
+WAYS: dict[str, Callable[[PreTrainedModel, Engine, Row], tuple[int, ...]]] = {
+    "generate": lambda model, engine, row: ask(model, row),
+    "submit": lambda model, engine, row: submit(engine, row).result().tokens,
+    "batch": lambda model, engine, row: engine.generate_batch([row.prompt], max_new_tokens=len(row.tokens))[0].tokens,
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("call", [by_generate, by_submit, by_batch])
+@pytest.mark.parametrize("call", WAYS.values(), ids=WAYS)
 def test_the_next_call_sees_it(
     llama: PreTrainedModel, engine: Engine, change: Callable[[PreTrainedModel], None], call: Callable[..., tuple[int, ...]]
 ) -> None:
@@ -108,7 +103,7 @@ def test_a_change_that_cannot_be_served(llama: PreTrainedModel) -> None:
         with pytest.raises(hf_cb.UnsupportedModelError, match="hooks"):
             submit(engine, rows()[0])
         hook.remove()
-        assert by_submit(llama, engine, rows()[0]) == rows()[0].tokens
+        assert submit(engine, rows()[0]).result().tokens == rows()[0].tokens
         assert ask(llama, rows()[1]) == rows()[1].tokens
         assert sum(engine.stats().native_calls.values()) == 8
 

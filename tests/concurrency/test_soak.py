@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import models
 import pytest
-import torch
 from serving import Row, ask, plain, rows, submit, together
 from transformers import PreTrainedModel
 
@@ -32,12 +31,8 @@ def sampling(index: int) -> dict[str, float]:
 
 def sampled_truths() -> list[tuple[int, ...]]:
     model = models.tiny("llama")
-    truths = []
-    for i, row in enumerate(rows()[:SAMPLED]):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(i)
-            truths.append(plain(model, row.prompt, len(row.tokens), do_sample=True, **sampling(i)))
-    return truths
+    some = enumerate(rows()[:SAMPLED])
+    return [plain(model, row.prompt, len(row.tokens), seed=i, do_sample=True, **sampling(i)) for i, row in some]
 
 
 def generate(model: PreTrainedModel, engine: Engine, row: Row, chance: random.Random) -> None:
