@@ -146,7 +146,7 @@ def stalls(measured: Subject, args: argparse.Namespace) -> Points:
     setting = argparse.Namespace(
         seed=args.seed,
         streams=8,
-        stream_tokens=max(8, round(128 * args.scale)),
+        stream_tokens=max(100, round(128 * args.scale)),  # they must outlast the prompts
         prompts=4,
         prompt_tokens=max(8, round(1024 * args.scale)),
         target_itl_ms=200.0,

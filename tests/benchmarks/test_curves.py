@@ -30,12 +30,7 @@ def test_a_curve_is_measured_and_drawn(kind, points, model, monkeypatch, tmp_pat
     for point in result["points"]:
         assert set(point["peers"]) == {"locked", "hf_cb"}
         assert all(figures["output_tokens_per_second"] > 0 for figures in point["peers"].values())
-    picture = tmp_path / f"{kind}.png"
-    drawn = picture.read_bytes()
-    assert drawn.startswith(b"\x89PNG")
-    picture.unlink()
-    curves.main(["draw", str(tmp_path / f"{kind}.json")])
-    assert picture.read_bytes() == drawn
+    small.assert_redrawn(tmp_path / f"{kind}.png", lambda: curves.main(["draw", str(tmp_path / f"{kind}.json")]))
 
 
 def test_each_point_has_its_clients_and_enough_requests():

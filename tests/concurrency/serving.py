@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import inside
 import models
+import pytest
 import torch
+from clear_rows import clear_row
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -22,7 +24,6 @@ T = TypeVar("T")
 
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 4096}
 LONG = 4000  # output tokens: for requests that must not end by themselves while a test looks on
-_MARGIN = 1e-3  # of the logits' standard deviation: a near tie would test the rounding of a sum
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,33 @@ def submit(engine: Engine, row: Row, **options: Any) -> GenerationHandle:
     return engine.submit(row.prompt, **{"max_new_tokens": len(row.tokens), **options})
 
 
+def doors(model: PreTrainedModel, engine: Engine) -> list[Callable[[], object]]:
+    """Every call that asks the engine for something, or waits for it."""
+    row = rows()[0]
+    return [
+        lambda: engine.submit(row.prompt),
+        lambda: engine.generate_batch([row.prompt]),
+        lambda: ask(model, row),
+        lambda: engine.pause().__enter__(),
+    ]
+
+
+def assert_ends(handle: GenerationHandle, error: type[Exception], match: str | None = None) -> None:
+    """With that error for all who wait, and with the first tokens of `long_row`, if with any."""
+    for wait in (handle.result, lambda: list(handle)):
+        with pytest.raises(error, match=match):
+            wait()
+    assert long_row().begins_with(handle.tokens)
+
+
 def submit_long(engine: Engine, **options: Any) -> GenerationHandle:
     """Ask for LONG tokens, of which those of `long_row` come first."""
     return submit(engine, long_row(), max_new_tokens=LONG, **options)
 
 
 def _row(model: PreTrainedModel, length: int, max_new_tokens: int, generator: torch.Generator) -> Row:
-    while True:
-        prompt = torch.randint(3, models.VOCAB, (1, length), generator=generator)
-        out = model.generate(prompt, max_new_tokens=max_new_tokens, output_logits=True, return_dict_in_generate=True)
-        logits = torch.cat(out.logits)
-        best = logits.topk(2).values
-        if ((best[:, 0] - best[:, 1]) / logits.std(-1)).min() > _MARGIN:
-            return Row(tuple(prompt[0].tolist()), tuple(out.sequences[0, length:].tolist()))
+    prompt, tokens = clear_row(model, length, max_new_tokens, generator)
+    return Row(tuple(prompt[0].tolist()), tuple(tokens))
 
 
 class Recorder(BaseStreamer):

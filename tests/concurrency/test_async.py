@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from serving import Gate, Row, long_row, rows, submit, submit_long, together, wait_until
+from serving import Gate, Row, assert_ends, long_row, rows, submit, submit_long, together, wait_until
 
 import hf_cb
 from hf_cb import Engine, FinishReason, GenerationHandle, RequestCancelledError
@@ -35,9 +35,7 @@ async def all_at_once(engine: Engine) -> tuple[tuple[int, ...], ...]:
 
 def assert_ends_cancelled(engine: Engine, handle: GenerationHandle) -> None:
     wait_until(lambda: handle.done)
-    with pytest.raises(RequestCancelledError):
-        handle.result()
-    assert long_row().begins_with(handle.tokens)
+    assert_ends(handle, RequestCancelledError)
     wait_until(lambda: engine.stats().blocks_used == 0)
     assert engine.stats().finished == {FinishReason.CANCELLED: 1}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -88,16 +89,11 @@ def test_grad_modes(llama: PreTrainedModel, mode: Callable[[], AbstractContextMa
         with mode():
             return ask(llama, rows()[2])
 
-    if install_inside:
-        with mode():
-            engine = hf_cb.install(llama, **SMALL)
-    else:
+    with mode() if install_inside else contextlib.nullcontext():
         engine = hf_cb.install(llama, **SMALL)
-    try:
-        assert together([call] * 4 + [lambda: ask(llama, rows()[3])] * 4) == [rows()[2].tokens] * 4 + [rows()[3].tokens] * 4
-        assert engine.stats().native_calls == {}
-    finally:
-        hf_cb.uninstall(llama)
+    assert together([call] * 4 + [lambda: ask(llama, rows()[3])] * 4) == [rows()[2].tokens] * 4 + [rows()[3].tokens] * 4
+    assert engine.stats().native_calls == {}
+    hf_cb.uninstall(llama)
     logits = llama(rows()[2].ids).logits  # the model can still be trained
     logits.sum().backward()
     assert all(parameter.grad is not None for parameter in llama.parameters())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import inside
 import pytest
-from serving import SMALL, Gate, ask, long_row, rows, submit, submit_long, tiny_llama, together, wait_until
+from serving import SMALL, Gate, ask, assert_ends, doors, long_row, rows, submit, submit_long, tiny_llama, together, wait_until
 from transformers import PreTrainedModel
 
 import hf_cb
@@ -97,12 +97,7 @@ def test_afterwards_every_door_is_closed(llama: PreTrainedModel, engine: Engine)
     assert ask(llama, row) == row.tokens
     engine.shutdown()
     engine.shutdown(drain=False)
-    for call in (
-        lambda: engine.submit(row.prompt),
-        lambda: engine.generate_batch([row.prompt]),
-        lambda: ask(llama, row),
-        lambda: engine.pause().__enter__(),
-    ):
+    for call in doors(llama, engine):
         with pytest.raises(EngineClosedError):
             call()
     assert engine.stats().finished == {FinishReason.LENGTH: 1}
@@ -124,10 +119,7 @@ def test_running_and_waiting_end_when_it_does_not_drain(llama: PreTrainedModel) 
         impatient.join()
         assert [len(handle.tokens) for handle in handles] == [5, 0, 0]
         for handle in handles:
-            with pytest.raises(EngineClosedError, match="shut down before"):
-                handle.result()
-            with pytest.raises(EngineClosedError):
-                list(handle)
+            assert_ends(handle, EngineClosedError, "shut down before")
 
 
 def test_many_close_it_at_once(engine: Engine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from serving import SMALL, Gate, ask, plain, rows, submit
+from serving import SMALL, Gate, ask, doors, plain, rows, submit
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,12 +20,7 @@ def test_every_call_that_would_wait(llama: PreTrainedModel, engine: Engine, gate
     gate.arrival()
 
     def call_back() -> None:
-        for call in (
-            lambda: engine.submit(row.prompt),
-            lambda: engine.generate_batch([row.prompt]),
-            lambda: ask(llama, row),
-            lambda: engine.pause().__enter__(),
-        ):
+        for call in doors(llama, engine):
             with pytest.raises(UnsupportedCallError) as refusal:
                 call()
             refusals.append(str(refusal.value))

@@ -9,7 +9,7 @@ from typing import Any
 import inside
 import pytest
 import torch
-from serving import LONG, SMALL, Gate, ask, long_row, rows, submit, submit_long, together, wait_until
+from serving import LONG, SMALL, Gate, ask, doors, long_row, rows, submit, submit_long, together, wait_until
 from transformers import PreTrainedModel
 
 import hf_cb
@@ -189,7 +189,7 @@ def test_an_engine_that_dies(llama: PreTrainedModel, cause: type[BaseException])
         assert isinstance(end.__cause__, cause)
     assert running.tokens == long_row().tokens[:2]
 
-    for call in (lambda: submit_long(engine), generate, lambda: engine.pause().__enter__()):
+    for call in doors(llama, engine):
         with pytest.raises(EngineDeadError) as caught:
             call()
         assert isinstance(caught.value.__cause__, cause)

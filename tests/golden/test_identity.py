@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import crowd
@@ -18,9 +15,6 @@ from snapshots import snapshot
 from transformers import PreTrainedModel
 
 import hf_cb
-
-NUM_THREADS = 16
-LAST_PAUSE = 0.03  # seconds: calls arrive at random moments while others run
 
 MODES: dict[str, dict[str, Any]] = {
     "together": {},
@@ -37,15 +31,7 @@ def ask(model: PreTrainedModel, row: truth.Row) -> list[int]:
 
 
 def ask_together(model: PreTrainedModel, rows: Sequence[truth.Row]) -> list[list[int]]:
-    pauses = random.Random(0)
-
-    def later(job: tuple[truth.Row, float]) -> list[int]:
-        row, pause = job
-        time.sleep(pause)
-        return ask(model, row)
-
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        return list(threads.map(later, [(row, pauses.uniform(0, LAST_PAUSE)) for row in rows]))
+    return crowd.at_random_moments([lambda row=row: ask(model, row) for row in rows], last_pause=0.03)
 
 
 def ask_at_once(engine: hf_cb.Engine, model: PreTrainedModel, rows: Sequence[truth.Row]) -> list[list[int]]:

@@ -90,14 +90,8 @@ def written(path: Path, status: int, *entries: dict[str, Any]) -> Run:
 
 
 def test_outcomes_that_differ(tmp_path: Path) -> None:
-    plain = written(
-        tmp_path / "plain",
-        1,
-        {"test": "a", "outcome": "passed", "said": ""},
-        {"test": "b", "outcome": "failed", "said": "offline"},
-        {"test": "c", "outcome": "passed", "said": ""},
-        {"test": "d", "outcome": "passed", "said": ""},
-    )
+    passed = [{"test": name, "outcome": "passed", "said": ""} for name in "acd"]
+    plain = written(tmp_path / "plain", 1, *passed, {"test": "b", "outcome": "failed", "said": "offline"})
     installed = written(
         tmp_path / "installed",
         -11,
