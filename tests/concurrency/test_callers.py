@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 import models
 import pytest
 import torch
-from serving import SMALL, Gate, ask, long_row, plain, rows, submit, submit_long, together, wait_until
+from serving import SMALL, Gate, ask, plain, rows, submit, together, wait_until
 from transformers import PreTrainedModel
 
 import hf_cb
@@ -142,10 +142,3 @@ def test_the_callers_random_numbers_are_left_alone(llama: PreTrainedModel, engin
     ask(llama, rows()[1], do_sample=True, seed=3)
     engine.submit(rows()[1].prompt, max_new_tokens=4, do_sample=True, seed=3).result()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_one_slow_reader_holds_up_nobody(llama: PreTrainedModel, engine: Engine) -> None:
-    slow = submit_long(engine)
-    assert next(iter(slow)) == long_row().tokens[0]  # and reads no further
-    assert [ask(llama, row) for row in rows()[:4]] == [row.tokens for row in rows()[:4]]
-    slow.cancel()

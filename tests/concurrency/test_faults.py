@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import inside
 import models
@@ -57,11 +57,11 @@ def truths() -> dict[int, tuple[int, ...]]:
     return {index: plain(model, row.prompt, len(row.tokens), seed=index, **SAMPLING) for index, row in some}
 
 
-class Asked:
+class Asked(NamedTuple):
     """A request and the tokens that it is to have."""
 
-    def __init__(self, handle: GenerationHandle, tokens: tuple[int, ...]) -> None:
-        self.handle, self.tokens = handle, tokens
+    handle: GenerationHandle
+    tokens: tuple[int, ...]
 
     def failure(self) -> BaseException | None:
         """What it ended with, if that was a failure; else its tokens are right, as far as they go. Fails if it doesn't end."""

@@ -147,33 +147,24 @@ def test_a_pause_that_is_interrupted_does_not_last(
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_the_kv_memory_is_given_back_inside(engine: Engine, started: bool) -> None:
-    core = inside.core(engine)
-    handles = []
+@pytest.mark.parametrize("outer", [True, False])
+def test_the_kv_memory_is_given_back_inside(engine: Engine, outer: bool, started: bool) -> None:
+    """By the outer of two pauses, or by the inner one."""
+    cache = inside.cache(engine)
+    handles, truths = [], []
     if started:
-        handles = [submit(engine, long_row()), submit(engine, rows()[1])]
+        handles, truths = [submit(engine, long_row()), submit(engine, rows()[1])], [long_row().tokens, rows()[1].tokens]
         wait_until(lambda: handles[0].tokens)
-    memory = [weakref.ref(tensor) for kv in core.cache.layers for tensor in kv]
-    with engine.pause(release_kv=True):
-        assert all(ref() is None for ref in memory)
-        assert engine.stats().blocks_used == 0
-        handles.append(submit(engine, rows()[2]))
+    memory = [weakref.ref(tensor) for kv in cache.layers for tensor in kv]
+    with engine.pause(release_kv=outer):
+        assert all(ref() is None for ref in memory) == cache.is_released == outer
         with engine.pause(release_kv=True):
-            pass
-        core.scheduler.check()
-    truths = [long_row().tokens, rows()[1].tokens, rows()[2].tokens] if started else [rows()[2].tokens]
-    assert [handle.result().tokens for handle in handles] == truths
-    assert not core.cache.is_released
-
-
-def test_a_pause_within_a_pause_gives_the_kv_memory_back(engine: Engine) -> None:
-    handle = submit(engine, long_row())
-    wait_until(lambda: handle.tokens)
-    with engine.pause():
-        assert not inside.cache(engine).is_released
-        with engine.pause(release_kv=True):
-            assert inside.cache(engine).is_released
-    assert handle.result().tokens == long_row().tokens
+            assert all(ref() is None for ref in memory)
+            assert engine.stats().blocks_used == 0
+            handles.append(submit(engine, rows()[2]))
+        inside.scheduler(engine).check()
+    assert [handle.result().tokens for handle in handles] == [*truths, rows()[2].tokens]
+    assert not cache.is_released
 
 
 def test_kv_memory_that_is_not_to_be_had_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,6 @@ class Tokenizer:
         return "".join(f"<{int(token)}> " for token in tokens)
 
 
-class Boom(Exception):
-    pass
-
-
 def test_many_at_once(llama: PreTrainedModel, engine: Engine) -> None:
     recorders = [Recorder() for _ in rows()]
     calls = [lambda row=row, r=r: (ask(llama, row, streamer=r), r) for row, r in zip(rows(), recorders, strict=True)]
@@ -40,7 +36,7 @@ def test_one_that_raises(llama: PreTrainedModel, engine: Engine) -> None:
     def fail() -> None:
         raise error
 
-    error, others = Boom("my streamer"), rows()[:8]
+    error, others = ValueError("my streamer"), rows()[:8]
     recorder = Recorder(fail)
     failed, *right = together(
         [
@@ -94,7 +90,7 @@ def test_a_failing_request_ends_its_stream(llama: PreTrainedModel, engine: Engin
 
     def fail_at_the_third(output: object) -> object:
         if next(steps) == 2:
-            raise Boom("it broke")
+            raise ValueError("it broke")
         return execute(output)
 
     runner.execute = fail_at_the_third

@@ -62,7 +62,7 @@ def test_same_tokens_through_each_kernel(kernel: str, name: str) -> None:
     with emulators.installed(kernel, (torch.float32,)), graph_emulator.emulated() as device:
         own = options(attention_backend=kernel, block_size=KERNELS[kernel], overlap=name != "llama")
         with hf_cb.continuous_batching(model, **own) as engine:
-            assert CALLS.at_once(engine, model) == want
+            CALLS.assert_right(engine, model)
             assert CALLS.one_by_one(model.generate) == want
             stats = engine.stats()
         assert stats.native_calls == {}
@@ -79,10 +79,8 @@ MORE = {
 
 @pytest.mark.parametrize("more", MORE.values(), ids=MORE)
 def test_preemption_and_chunks(device: Device, model: PreTrainedModel, more: dict[str, Any]) -> None:
-    want = CALLS.plain(model)
     with hf_cb.continuous_batching(model, **options(**more)) as engine:
-        for _ in range(2):
-            assert CALLS.at_once(engine, model) == want
+        CALLS.assert_right(engine, model, times=2)
         stats = engine.stats()
     assert stats.graphs > 0, stats.graph_reason
     assert stats.preemptions > 0 or "max_batch_tokens" in more
@@ -102,11 +100,9 @@ def test_windows_in_groups_of_layers(device: Device) -> None:
     model = models.tiny(
         "gemma3_text", head_dim=16, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
     )
-    want = CALLS.plain(model)
     with hf_cb.continuous_batching(model, **options()) as engine:
         assert len(inside.core(engine).cache.layout.groups) > 1
-        for _ in range(2):
-            assert CALLS.at_once(engine, model) == want
+        CALLS.assert_right(engine, model, times=2)
         assert engine.stats().graphs > 2
         cache = inside.core(engine).cache
         for part in (part for pair in cache.tensors for part in pair):
@@ -135,15 +131,13 @@ def test_beams_and_samples(device: Device, model: PreTrainedModel, more: dict[st
 
 
 def test_memory_given_back_and_taken_again(engine: Engine, model: PreTrainedModel, device: Device) -> None:
-    want = CALLS.plain(model)
-    assert CALLS.at_once(engine, model) == want
+    CALLS.assert_right(engine, model)
     free, graphs_before = device.free, engine.stats().graphs
     assert graphs_before > 0
     with engine.pause(release_kv=True):
         assert engine.stats().graphs == 0
         assert device.free > free
-    for _ in range(2):
-        assert CALLS.at_once(engine, model) == want
+    CALLS.assert_right(engine, model, times=2)
     assert engine.stats().graphs >= graphs_before
 
 
@@ -151,9 +145,7 @@ def test_memory_given_back_and_taken_again(engine: Engine, model: PreTrainedMode
 @pytest.mark.parametrize("how", ["in place", "through .data", "another storage"])
 def test_weights_that_change(engine: Engine, model: PreTrainedModel, device: Device, how: str) -> None:
     """Graphs read new numbers where the old ones were; new addresses need new graphs."""
-    want = CALLS.plain(model)
-    for _ in range(3):  # until every size has come often enough
-        assert CALLS.at_once(engine, model) == want
+    CALLS.assert_right(engine, model, times=3)  # until every size has come often enough
     captures = device.events.count("capture")
     with engine.pause():
         for parameter in model.parameters():
@@ -163,7 +155,7 @@ def test_weights_that_change(engine: Engine, model: PreTrainedModel, device: Dev
                 parameter.data.mul_(1.1)
             else:
                 parameter.data = parameter.data * 1.1
-    assert CALLS.at_once(engine, model) == CALLS.plain(model)
+    CALLS.assert_right(engine, model)
     again = device.events.count("capture") - captures
     assert (again > 0) == (how == "another storage")
 
@@ -189,9 +181,8 @@ def test_adapters_merged_meanwhile(device: Device) -> None:
 
 
 def test_a_capture_that_fails(engine: Engine, model: PreTrainedModel, device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    want = CALLS.plain(model)
     device.broken = True
-    assert CALLS.at_once(engine, model) == want
+    CALLS.assert_right(engine, model)
     assert engine.stats().graphs == 0
     assert "operation failed due to a previous error" in engine.stats().graph_reason
     assert device.events.count("capture") == 1, "it is the model: no other size is tried"
@@ -208,8 +199,7 @@ def test_a_later_capture_that_fails(
     assert graphs_before > 0
     device.broken = True
     replays = device.events.count("replay")
-    for _ in range(2):
-        assert CALLS.at_once(engine, model) == want
+    CALLS.assert_right(engine, model, times=2)
     assert CALLS.one_by_one(model.generate) == want
     assert engine.stats().graphs == graphs_before
     assert "could not be captured" in engine.stats().graph_reason
@@ -220,27 +210,24 @@ def test_a_later_capture_that_fails(
 def test_a_model_that_waits_for_the_device(device: Device) -> None:
     """Seen in the warm-up: nothing is captured. And were it not seen, the capture would fail, and the step is computed."""
     model = models.tiny("llama+dynamic_rope", head_dim=16)
-    want = CALLS.plain(model)
     with hf_cb.continuous_batching(model, **options()) as engine:
-        assert CALLS.at_once(engine, model) == want
+        CALLS.assert_right(engine, model)
         assert "its forward waits for the device" in engine.stats().graph_reason
         assert "capture" not in device.events
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "_makes_wait", lambda *_: False)
         with hf_cb.continuous_batching(model, **options()) as engine:
-            assert CALLS.at_once(engine, model) == want
+            CALLS.assert_right(engine, model)
             assert "not permitted when stream is capturing" in engine.stats().graph_reason
             assert "capture" in device.events
 
 
 def test_the_memory_limit(device: Device, model: PreTrainedModel) -> None:
-    want = CALLS.plain(model)
     with hf_cb.continuous_batching(model, **options(max_batch_size=8)) as engine:
-        assert CALLS.at_once(engine, model) == want
+        CALLS.assert_right(engine, model)
         without_limit = engine.stats().graphs
     with hf_cb.continuous_batching(model, **options(max_batch_size=8, graph_memory=100_000)) as engine:
-        for _ in range(2):
-            assert CALLS.at_once(engine, model) == want
+        CALLS.assert_right(engine, model, times=2)
         stats = engine.stats()
     assert 0 < stats.graphs < without_limit
     assert "graph_memory is 100000" in stats.graph_reason
@@ -253,5 +240,5 @@ def test_what_is_never_captured(device: Device, model: PreTrainedModel) -> None:
         patch.setattr(graphs, "DEVICES", ("cuda",))
         with hf_cb.continuous_batching(model, **options()) as engine:
             assert engine.stats().graph_reason == "CUDA graphs run on cuda, not on cpu"
-            assert CALLS.at_once(engine, model) == CALLS.plain(model)
+            CALLS.assert_right(engine, model)
     assert "capture" not in device.events

@@ -34,10 +34,6 @@ def ask_together(model: PreTrainedModel, rows: Sequence[truth.Row]) -> list[list
     return crowd.at_random_moments([lambda row=row: ask(model, row) for row in rows], last_pause=0.03)
 
 
-def ask_at_once(engine: hf_cb.Engine, model: PreTrainedModel, rows: Sequence[truth.Row]) -> list[list[int]]:
-    return crowd.answers(engine, [lambda row=row: ask(model, row) for row in rows])
-
-
 @contextlib.contextmanager
 def served(model: PreTrainedModel, **options: Any) -> Iterator[hf_cb.Engine]:
     """The engine on `model`, which must be the same before, during (but for `generate`) and after."""
@@ -64,7 +60,7 @@ def test_in_company(name: str, mode: str) -> None:
     model, rows = truth.model(name), truth.rows(name) * 2
     with served(model, **MODES[mode]) as engine:
         if mode == "small_pool":  # all at once: the pool is sure to run out
-            assert ask_at_once(engine, model, rows) == truth.tokens(rows)
+            assert crowd.answers(engine, [lambda row=row: ask(model, row) for row in rows]) == truth.tokens(rows)
         else:
             assert ask_together(model, rows) == truth.tokens(rows)
         stats = engine.stats()
@@ -93,14 +89,3 @@ def test_partly_served(name: str) -> None:
     with served(model) as engine:
         assert ask_together(model, rows) == truth.tokens(rows)
         assert engine.stats().output_tokens > 0
-
-
-def test_rows_that_end_at_different_times() -> None:
-    """With a third of the vocabulary as end-of-sequence ids, rows leave the batch at random; each at its first such token."""
-    model, rows = truth.model("llama"), truth.rows("llama")
-    ends = list(range(3, models.VOCAB, 3))
-    cut = [next((row.tokens[: i + 1] for i, token in enumerate(row.tokens) if token in ends), row.tokens) for row in rows]
-    assert len({len(part) for part in cut}) > 2
-    with hf_cb.continuous_batching(model) as engine:
-        got = [engine.submit(row.prompt[0], max_new_tokens=len(row.tokens), eos_token_id=ends) for row in rows]
-        assert [list(handle.result().tokens) for handle in got] == cut

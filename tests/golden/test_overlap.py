@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import crowd
@@ -14,7 +14,7 @@ import torch
 import truth
 
 import hf_cb
-from hf_cb.core.output import UNKNOWN, SchedulerOutput
+from hf_cb.core.output import UNKNOWN, ScheduledRow, SchedulerOutput
 from hf_cb.request import FinishReason
 from hf_cb.runtime.model_runner import Launched
 
@@ -39,18 +39,22 @@ def engine() -> Iterator[hf_cb.Engine]:
         yield engine
 
 
-def counted(engine: hf_cb.Engine) -> list[Launched]:
-    """All steps that are launched with tokens that are not known yet."""
-    runner, ahead = inside.runner(engine), []
+def at_launch(engine: hf_cb.Engine, look: Callable[[SchedulerOutput, bool], None]) -> None:
+    """Call `look` with each step that is to be launched, and whether another is underway; what it raises, the launch raises."""
+    runner = inside.runner(engine)
     launch = runner.launch
 
-    def count(output: SchedulerOutput, before: Launched | None = None) -> Launched:
-        launched = launch(output, before)
-        if any(UNKNOWN in row.token_ids for row in output.rows):
-            ahead.append(launched)
-        return launched
+    def looked_at(output: SchedulerOutput, before: Launched | None = None) -> Launched:
+        look(output, before is not None)
+        return launch(output, before)
 
-    runner.launch = count  # type: ignore[method-assign]
+    runner.launch = looked_at  # type: ignore[method-assign]
+
+
+def counted(engine: hf_cb.Engine) -> list[ScheduledRow]:
+    """All rows that are launched with tokens that are not known yet."""
+    ahead: list[ScheduledRow] = []
+    at_launch(engine, lambda output, _: ahead.extend(row for row in output.rows if UNKNOWN in row.token_ids))
     return ahead
 
 
@@ -125,15 +129,13 @@ def test_calls_of_all_kinds_together() -> None:
 
 def test_a_launch_that_fails_is_tried_again_when_its_turn_comes(engine: hf_cb.Engine) -> None:
     rows = truth.rows("llama")
-    runner = inside.runner(engine)
-    launch, failures = runner.launch, [torch.OutOfMemoryError("no memory")] * 3
+    failures = [torch.OutOfMemoryError("no memory")] * 3
 
-    def fail_ahead(output: SchedulerOutput, before: Launched | None = None) -> Launched:
-        if before is not None and failures and len(output.rows) > 2:
+    def fail_ahead(output: SchedulerOutput, is_ahead: bool) -> None:
+        if is_ahead and failures and len(output.rows) > 2:
             raise failures.pop()
-        return launch(output, before)
 
-    runner.launch = fail_ahead  # type: ignore[method-assign]
+    at_launch(engine, fail_ahead)
     with crowd.held(engine, len(rows)):
         handles = truth.submit(engine, rows)
     assert truth.results(handles) == truth.tokens(rows)
@@ -143,15 +145,12 @@ def test_a_launch_that_fails_is_tried_again_when_its_turn_comes(engine: hf_cb.En
 
 def test_only_the_offender_of_a_step_fails(engine: hf_cb.Engine) -> None:
     rows = truth.rows("llama")
-    runner = inside.runner(engine)
-    launch = runner.launch
 
-    def fail_with_it(output: SchedulerOutput, before: Launched | None = None) -> Launched:
+    def fail_with_it(output: SchedulerOutput, is_ahead: bool) -> None:
         if any(row.request_id == handles[2].request_id and row.start >= 10 for row in output.rows):
             raise ValueError("it broke")
-        return launch(output, before)
 
-    runner.launch = fail_with_it  # type: ignore[method-assign]
+    at_launch(engine, fail_with_it)
     with crowd.held(engine, len(rows)):
         handles = truth.submit(engine, rows)
     for i, (handle, row) in enumerate(zip(handles, rows, strict=True)):

@@ -82,3 +82,9 @@ class Calls:
     def at_once(self, engine: Engine, model: PreTrainedModel, **options: Any) -> list[list[int]]:
         calls = [lambda p=p, n=n: model.generate(p, max_new_tokens=n, **options)[0].tolist() for p, n in self.pairs]
         return crowd.answers(engine, calls)
+
+    def assert_right(self, engine: Engine, model: PreTrainedModel, times: int = 1, **options: Any) -> None:
+        """All at once, so many times, they are answered as plain generate answers them one by one."""
+        want = self.plain(model, **options)
+        for _ in range(times):
+            assert self.at_once(engine, model, **options) == want
