@@ -156,10 +156,8 @@ class ContinuousBatchingBackend(GenerationBackend):
         return min(_ROWS_IN_FLIGHT, 2 * config.max_batch_size, self.config.max_queue_size or _ROWS_IN_FLIGHT)
 
     def _build(self) -> tuple[Fingerprint, Served | None, str | None]:
-        with (
-            holding(self._plain_lock),
-            undisturbed(),
-        ):  # a plain call in flight may have switched the model's settings for its duration
+        # Alone: a plain call in flight may have switched the model's settings for its duration.
+        with holding(self._plain_lock), undisturbed():
             fingerprint, served, reason = self._build_steadily()
         if reason is not None:
             logger.info("the engine cannot serve %s: %s", type(self.model).__name__, reason)

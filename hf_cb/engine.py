@@ -88,7 +88,7 @@ class Engine:
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,
             blocks_used=load.blocks_used if load else 0,
-            num_blocks=core.num_blocks if core else 0,
+            num_blocks=core.cache.num_blocks if core else 0,
             native_calls=intake.native_calls(),
             attention_backend=served.attention_backend if served else "none",
             attention_reason=served.attention_reason if served else reason,

@@ -186,14 +186,10 @@ class EngineCore:
         self.scheduler.abort(request_id, reason)
         self.runner.remove(request_id)
 
-    def check_fits(self, request: Request) -> None:
-        """Raise RequestTooLongError if `request` could not run to its end even alone. Any thread may ask, here and below."""
-        self.scheduler.check_fits(request)
-
     @property
     def max_tokens(self) -> int:
-        """The most tokens of prompt and output that the KV cache holds for one request."""
-        return self.scheduler.memory.max_tokens
+        """The most tokens of prompt and output that the KV cache holds for one request. Any thread may ask, here and below."""
+        return self.scheduler.memory.capacity.max_tokens
 
     @property
     def load(self) -> Load:
@@ -205,11 +201,6 @@ class EngineCore:
     def num_preemptions(self) -> tuple[int, int]:
         """How often a sequence was preempted, and how often it was swapped out then."""
         return self.scheduler.num_preemptions, self.scheduler.num_swaps
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
-        return self.cache.num_blocks
 
     @property
     def graphs(self) -> tuple[int, str]:

@@ -65,8 +65,10 @@ class OutputQueue:
     def put(self, tokens: Sequence[int], notes: Sequence[TokenNote] = (), at: float | None = None) -> None:
         """Append tokens, which came `at` this moment of `time.perf_counter()`; None: now. Engine thread only."""
         with self._lock:
+            self.logprobs += [note.logprobs for note in notes if note.logprobs is not None]
             for note in notes:
-                self._keep(note)
+                if note.prompt_logprobs is not None:
+                    self.prompt_logprobs = note.prompt_logprobs
             self.last_token_at = time.perf_counter() if at is None else at
             if not self.tokens:
                 self.first_token_at = self.last_token_at
@@ -80,12 +82,6 @@ class OutputQueue:
         with self._lock:
             self.first_token_at = self.last_token_at = at
             self.tokens.extend(tokens)
-
-    def _keep(self, note: TokenNote) -> None:
-        if note.logprobs is not None:
-            self.logprobs.append(note.logprobs)
-        if note.prompt_logprobs is not None:
-            self.prompt_logprobs = note.prompt_logprobs
 
     def record(self, reason: FinishReason, error: HFCBError | None, at: float) -> RequestRecord:
         """What is to be told of it if it ends so, `at` this moment of `time.perf_counter()`. Engine thread only."""

@@ -56,7 +56,7 @@ class Intake:
         self, served: Served | None, config: CBConfig, reason: str | None = None, refresh: Callable[[], None] = lambda: None
     ) -> None:
         """`reason`: why there is nothing `served`. `refresh`: brings it up to date with the model, or does nothing."""
-        self._served = served
+        self.in_service = served  # or the last one of an engine that was shut down; None: there is none
         self.reason = reason
         self.refresh = refresh
         self._limits = QueueLimits(config.max_queue_size, config.queue_timeout)
@@ -71,8 +71,9 @@ class Intake:
 
     def _start(self, served: Served) -> None:
         self.worker = Worker(served.core, self.meter, self._limits)
-        # The thread holds the worker, not the intake: an engine nobody holds any more ends its thread.
-        weakref.finalize(self, _close_quietly, self.worker).atexit = False
+        # The thread holds the worker, not the intake: an engine nobody holds any more ends its thread. It may do so on that
+        # thread itself: it must not wait.
+        weakref.finalize(self, self.worker.close, timeout=0).atexit = False
 
     # -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class Intake:
         for token, _ in request.sampling.logit_bias:
             if token >= served.vocab_size:
                 raise InvalidArgumentError(f"logit_bias: takes token ids from 0 to {served.vocab_size - 1}; got {token}")
-        served.core.check_fits(request)
+        served.core.scheduler.check_fits(request)
 
     def submit(self, requests: Sequence[Request]) -> list[GenerationHandle]:
         """Queue validated requests, all or none."""
@@ -149,14 +150,9 @@ class Intake:
             raise EngineClosedError(
                 "the engine was shut down and takes no more requests; hf_cb.uninstall(model) frees the model"
             )
-        if self._served is None:
+        if self.in_service is None:
             raise UnsupportedModelError(f"this model cannot be served by the engine: {self.reason}")
-        return self._served
-
-    @property
-    def in_service(self) -> Served | None:
-        """The model in service, or the last one of an engine that was shut down; None: there is none."""
-        return self._served
+        return self.in_service
 
     def serve(self, served: Served | None, reason: str | None = None) -> None:
         """Go on with a rebuilt twin (or without one): for what was submitted before, the old one still counts."""
@@ -164,7 +160,7 @@ class Intake:
             self.worker.replace(served.core)
         elif served is not None:
             self._start(served)
-        self._served, self.reason = served, reason
+        self.in_service, self.reason = served, reason
         if served is None and self.worker is not None:
             worker, self.worker = self.worker, None
             worker.close(drain=True)
@@ -172,17 +168,17 @@ class Intake:
     @property
     def config(self) -> ResolvedConfig | None:
         """The settings in force; None for a model that cannot be served."""
-        return self._served.config if self._served else None
+        return self.in_service.config if self.in_service else None
 
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether other processes have parts of the model."""
-        return self._served is not None and self._served.core.lockstep is not None
+        return self.in_service is not None and self.in_service.core.lockstep is not None
 
     @property
     def zeros_are_none(self) -> frozenset[str]:
         """Arguments of `generate()` that mean nothing to the model where they are all zeros."""
-        return self._served.zeros_are_none if self._served else frozenset()
+        return self.in_service.zeros_are_none if self.in_service else frozenset()
 
     def close(self, drain: bool) -> None:
         """Take no more requests and end the thread. With `drain`, finish what there is, else end it with EngineClosedError."""
@@ -218,8 +214,3 @@ class Intake:
         """How many calls ran natively, by reason."""
         with self._lock:
             return dict(self._native_calls)
-
-
-def _close_quietly(worker: Worker) -> None:
-    # Runs in a finalizer, maybe on the worker's own thread: it must not wait.
-    worker.close(drain=True, timeout=0)

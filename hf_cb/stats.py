@@ -94,9 +94,7 @@ class Distributions:
     """Histograms since the engine was made; durations in seconds. The last five are of requests that were answered."""
 
     time_to_first_token: Distribution = field(metadata={"bounds": FIRST_TOKEN})  # from its submission
-    inter_token: Distribution = field(
-        metadata={"bounds": BETWEEN_TOKENS}
-    )  # between two tokens of a request; none for one with beams
+    inter_token: Distribution = field(metadata={"bounds": BETWEEN_TOKENS})  # between two of a request; none for one with beams
     queue: Distribution = field(metadata={"bounds": REQUEST})  # from submission to admission
     step_tokens: Distribution = field(metadata={"bounds": STEP_TOKENS})  # that a step computed
     prefill: Distribution = field(metadata={"bounds": REQUEST})  # from admission to the first token
@@ -152,7 +150,10 @@ def _in_words(value: object) -> str:
 
 
 class Meter:
-    """Adds up steps and requests over an engine's life, whichever engine core does them. Written by the engine thread alone."""
+    """Adds up steps and requests over an engine's life, whichever engine core does them. Written by the engine thread alone.
+
+    What has the name of a figure of `EngineStats` is that figure.
+    """
 
     def __init__(self, record_steps: int) -> None:
         self.steps = 0
@@ -215,21 +216,10 @@ class Meter:
 
     def totals(self) -> dict[str, Any]:
         """What `EngineStats` has of it. Any thread may ask."""
-        steps = max(1, self.steps)
-        return {
-            "steps": self.steps,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "preemptions": self.preemptions,
-            "swaps": self.swaps,
+        steps, figures = max(1, self.steps), {f.name for f in fields(EngineStats)}
+        return {name: value for name, value in vars(self).items() if name in figures} | {
             "finished": dict(self.finished),
-            "step_seconds": self.step_seconds,
-            "model_seconds": self.model_seconds,
             "mean_batch_size": self.rows / steps,
             "kv_waste": self.waste_sum / steps,
-            "prefix_hits": self.prefix_hits,
-            "cached_tokens": self.cached_tokens,
-            "admitted_tokens": self.admitted_tokens,
-            "rejected": self.rejected,
             "distributions": Distributions(**{name: each.snapshot() for name, each in self._histograms.items()}),
         }

@@ -1,8 +1,10 @@
-"""Calls that stand before an engine, in order, until all of them are there: the only way to be sure that they meet."""
+"""Calls that stand before an engine, in order, until all of them are there: the only way to be sure that they meet. And calls
+that come at random moments, as users' do."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,3 +41,15 @@ def _wait(engine: hf_cb.Engine, count: int) -> None:
     while engine.stats().waiting < count:
         assert time.monotonic() < end, f"{engine.stats().waiting} of {count} requests have come"
         time.sleep(0.0005)
+
+
+def at_random_moments(calls: Sequence[Callable[[], T]], last_pause: float, num_threads: int = 16) -> list[T]:
+    """What the calls return, each made after a pause of up to so many seconds, while others run."""
+    pauses = random.Random(0)
+
+    def later(call: Callable[[], T], pause: float) -> T:
+        time.sleep(pause)
+        return call()
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        return list(threads.map(later, calls, [pauses.uniform(0, last_pause) for _ in calls]))

@@ -51,7 +51,7 @@ NAMES = [
 
 
 def test_names() -> None:
-    assert sorted(hf_cb.__all__) == hf_cb.__all__ == NAMES == list(hf_cb._HOMES)
+    assert sorted(hf_cb.__all__) == hf_cb.__all__ == NAMES == sorted(hf_cb._HOMES)
     assert set(NAMES) <= set(dir(hf_cb))
     for name, home in hf_cb._HOMES.items():
         assert getattr(hf_cb, name) is getattr(importlib.import_module(home), name)

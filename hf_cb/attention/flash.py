@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -29,21 +28,17 @@ _MAX_HEAD_SIZE = 256
 
 def why_not_flash(spec: LayerSpec) -> str | None:
     """What all kernels of this family refuse."""
-    if spec.device.type not in DEVICES:
-        return f"runs on {' or '.join(DEVICES)}, not on {spec.device.type}"
-    if spec.dtype not in DTYPES:
-        return f"takes float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
-    if spec.head_size != spec.value_head_size:
-        return "takes keys and values of one head size"
-    if spec.head_size > _MAX_HEAD_SIZE or spec.head_size % 8:
-        return f"takes head sizes that are multiples of 8, at most {_MAX_HEAD_SIZE}"
-    if spec.num_heads % spec.num_kv_heads:
-        return "takes a whole number of query heads for each key head"
-    if spec.has_sinks:
-        return "knows no sinks"
-    if spec.chunk is not None:
-        return "knows no chunks"
-    return None
+    is_odd_size = spec.head_size > _MAX_HEAD_SIZE or spec.head_size % 8 != 0
+    reasons = {
+        f"runs on {' or '.join(DEVICES)}, not on {spec.device.type}": spec.device.type not in DEVICES,
+        f"takes float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}": spec.dtype not in DTYPES,
+        "takes keys and values of one head size": spec.head_size != spec.value_head_size,
+        f"takes head sizes that are multiples of 8, at most {_MAX_HEAD_SIZE}": is_odd_size,
+        "takes a whole number of query heads for each key head": spec.num_heads % spec.num_kv_heads != 0,
+        "knows no sinks": spec.has_sinks,
+        "knows no chunks": spec.chunk is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 @functools.cache
@@ -63,13 +58,6 @@ def installed(distribution: str) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class FlashPlan:
-    """What the layers of a step share."""
-
-    cu_seqlens_k: torch.Tensor  # [N + 1] int32
-
-
 class _Flash(AttentionBackend):
     """What the libraries have in common. The kernels compute in the layer's dtype, and sum in float32."""
 
@@ -84,28 +72,26 @@ class _Flash(AttentionBackend):
         """Why this library does not run on this machine; None: it does."""
 
     @override
-    def plan(self, step: AttentionStep, spec: LayerSpec) -> FlashPlan:
-        # Where the keys of each row would begin if they were packed; needed even when they lie in blocks.
-        return FlashPlan(functional.pad(step.seq_lens_k.cumsum(0, dtype=torch.int32), (1, 0)))
+    def plan(self, step: AttentionStep, spec: LayerSpec) -> torch.Tensor:
+        """Where the keys of each row would begin if they were packed, [N + 1] int32; needed even when they lie in blocks."""
+        return functional.pad(step.seq_lens_k.cumsum(0, dtype=torch.int32), (1, 0))
 
     @override
     def attend(self, call: LayerCall) -> torch.Tensor:
         call.write()
-        return self._attend(_with_dense_heads(call.q), call.kv, call.spec, call.step, call.plan)
+        q = call.q if call.q.stride(-1) == 1 else call.q.contiguous()  # the kernels take any strides but the last
+        return self._attend(q, call.kv, call)
 
     @abc.abstractmethod
-    def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, kv: LayerKV, call: LayerCall) -> torch.Tensor:
         """The library's own call, over keys and values that are written already."""
 
 
-def _with_dense_heads(q: torch.Tensor) -> torch.Tensor:
-    """The kernels take any strides but the last."""
-    return q if q.stride(-1) == 1 else q.contiguous()
-
-
-def _window(spec: LayerSpec, off: int | None) -> tuple[int | None, int | None]:
-    """How many keys to the left and to the right of its own a query sees; `off` is a library's word for no limit."""
-    return (off, off) if spec.window is None else (spec.window - 1, 0)
+def _common(spec: LayerSpec, no_limit: int | None = -1) -> dict[str, Any]:
+    """The arguments that all libraries call the same. `no_limit`: one's word for it in a window, which is how many keys to the
+    left and to the right of its own a query sees."""
+    window = (no_limit, no_limit) if spec.window is None else (spec.window - 1, 0)
+    return {"softmax_scale": spec.scale, "causal": True, "window_size": window, "softcap": spec.softcap or 0.0}
 
 
 class FlashAttention2(_Flash):
@@ -121,43 +107,25 @@ class FlashAttention2(_Flash):
             return "takes a GPU of compute capability 8.0 or later"
         return None
 
-    def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
-        if step.max_seqlen_q == 1:
-            return self._decode(q, kv, spec, step)
-        out: torch.Tensor = _function("flash_attn", "flash_attn_varlen_func")(
-            q,
-            kv.k,
-            kv.v,
-            cu_seqlens_q=step.cu_seqlens_q,
-            cu_seqlens_k=plan.cu_seqlens_k,
-            max_seqlen_q=step.max_seqlen_q,
-            max_seqlen_k=step.max_seqlen_k,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=_window(spec, off=-1),
-            softcap=spec.softcap or 0.0,
-            block_table=step.block_table,
-        )
-        return out
-
-    def _decode(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep) -> torch.Tensor:
-        """One query each. This function cuts long rows over the whole GPU, which the varlen one does not over blocks.
-
-        It could write the new keys and values as well. But it would find their places by the block table, and only the step's
-        slots say where a row is to write.
-        """
-        out: torch.Tensor = _function("flash_attn", "flash_attn_with_kvcache")(
-            q[:, None],
-            kv.k,
-            kv.v,
-            cache_seqlens=step.seq_lens_k,
-            block_table=step.block_table,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=_window(spec, off=-1),
-            softcap=spec.softcap or 0.0,
-        )
-        return out[:, 0]
+    def _attend(self, q: torch.Tensor, kv: LayerKV, call: LayerCall) -> torch.Tensor:
+        step, common = call.step, _common(call.spec)
+        if step.max_seqlen_q > 1:
+            return _function("flash_attn", "flash_attn_varlen_func")(
+                q,
+                kv.k,
+                kv.v,
+                cu_seqlens_q=step.cu_seqlens_q,
+                cu_seqlens_k=call.plan,
+                max_seqlen_q=step.max_seqlen_q,
+                max_seqlen_k=step.max_seqlen_k,
+                block_table=step.block_table,
+                **common,
+            )
+        # One query each. This function cuts long rows over the whole GPU, which the varlen one does not over blocks.
+        # It could write the new keys and values as well. But it would find their places by the block table, and only the
+        # step's slots say where a row is to write.
+        decode = _function("flash_attn", "flash_attn_with_kvcache")
+        return decode(q[:, None], *kv, cache_seqlens=step.seq_lens_k, block_table=step.block_table, **common)[:, 0]
 
 
 class FlashAttention3(_Flash):
@@ -178,8 +146,9 @@ class FlashAttention3(_Flash):
     def can_store(self, spec: LayerSpec) -> bool:
         return spec.kv_dtype == torch.float8_e4m3fn and spec.head_size % 16 == 0
 
-    def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
-        out: torch.Tensor = _function("flash_attn_interface", "flash_attn_with_kvcache")(
+    def _attend(self, q: torch.Tensor, kv: LayerKV, call: LayerCall) -> torch.Tensor:
+        step, spec = call.step, call.spec
+        out = _function("flash_attn_interface", "flash_attn_with_kvcache")(
             saturated(q, kv.k.dtype),  # no descale arguments: all scales are 1
             kv.k,
             kv.v,
@@ -187,10 +156,7 @@ class FlashAttention3(_Flash):
             page_table=step.block_table,
             cu_seqlens_q=step.cu_seqlens_q,
             max_seqlen_q=step.max_seqlen_q,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=_window(spec, off=-1),
-            softcap=spec.softcap or 0.0,
+            **_common(spec),
         )
         return out.to(spec.dtype)
 
@@ -208,9 +174,9 @@ class FlashAttention4(_Flash):
             return "takes blocks on GPUs of compute capability 9, 10 or 11"
         return None
 
-    def _attend(self, q: torch.Tensor, kv: LayerKV, spec: LayerSpec, step: AttentionStep, plan: FlashPlan) -> torch.Tensor:
-        out: torch.Tensor
-        out, _ = _function("flash_attn.cute", "flash_attn_varlen_func")(
+    def _attend(self, q: torch.Tensor, kv: LayerKV, call: LayerCall) -> torch.Tensor:
+        step = call.step
+        return _function("flash_attn.cute", "flash_attn_varlen_func")(
             q=q,
             k=kv.k,
             v=kv.v,
@@ -219,15 +185,12 @@ class FlashAttention4(_Flash):
             seqused_k=step.seq_lens_k,
             max_seqlen_k=step.max_seqlen_k,
             page_table=step.block_table,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=_window(spec, off=None),
-            softcap=spec.softcap or 0.0,
-        )
-        return out
+            **_common(call.spec, no_limit=None),
+        )[0]
 
 
 @functools.cache
-def _function(module: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+def _function(module: str, name: str) -> Callable[..., torch.Tensor]:
+    """A library's function. It gives a tensor, or a tuple that begins with one."""
+    function: Callable[..., torch.Tensor] = getattr(importlib.import_module(module), name)
     return function

@@ -59,18 +59,8 @@ class NativeCPUBackend(AttentionBackend):
     @override
     def plan(self, step: AttentionStep, spec: LayerSpec) -> _Plan:
         load()  # for those who didn't ask why_not
-        group = spec.num_heads // spec.num_kv_heads
-        return _Plan(
-            *torch.ops.hf_cb.plan(
-                step.cu_seqlens_q,
-                step.seq_lens_k,
-                spec.num_kv_heads,
-                group,
-                spec.value_head_size,
-                spec.window,
-                spec.chunk,
-            )
-        )
+        heads = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.value_head_size
+        return _Plan(*torch.ops.hf_cb.plan(step.cu_seqlens_q, step.seq_lens_k, *heads, spec.window, spec.chunk))
 
     @override
     def attend(self, call: LayerCall) -> torch.Tensor:

@@ -43,13 +43,9 @@ class AttentionStep:
 
     def to(self, device: torch.device) -> AttentionStep:
         """The same step for layers on `device`."""
-        return dataclasses.replace(
-            self,
-            cu_seqlens_q=self.cu_seqlens_q.to(device),
-            seq_lens_k=self.seq_lens_k.to(device),
-            block_table=self.block_table.to(device),
-            slot_mapping=self.slot_mapping.to(device),
-        )
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True)

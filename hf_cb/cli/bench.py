@@ -45,20 +45,17 @@ class Figures:
         """Reckon the figures of all requests of a run."""
         seconds = max(a.finished_at for a in answers) - min(a.submitted_at for a in answers)
         output = sum(a.num_output_tokens for a in answers)
-        first = [a.first_token_at - a.submitted_at for a in answers]
         between = [(a.finished_at - a.first_token_at) / max(1, a.num_output_tokens - 1) for a in answers]
-        whole = [a.finished_at - a.submitted_at for a in answers]
-        prompt = sum(a.num_prompt_tokens for a in answers)
         return cls(
             requests=len(answers),
             concurrency=concurrency,
             seconds=seconds,
-            prompt_tokens=prompt,
+            prompt_tokens=sum(a.num_prompt_tokens for a in answers),
             output_tokens=output,
             output_rate=output / seconds,
-            first_token=_percentiles(first),
+            first_token=_percentiles([a.first_token_at - a.submitted_at for a in answers]),
             between_tokens=_percentiles(between),
-            request=_percentiles(whole),
+            request=_percentiles([a.finished_at - a.submitted_at for a in answers]),
         )
 
 

@@ -39,57 +39,38 @@ class Http:
 
     def get(self, path: str) -> str:
         """Ask for a path, and return the body of the answer."""
-        connection, response = self._ask("GET", path, None)
-        with connection, self._reading():
+        with self._asked("GET", path, None) as response:
             return response.read().decode("utf-8", "replace")
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of an answer by SSE, up to [DONE]."""
-        connection, response = self._ask("POST", path, json.dumps(body).encode())
-        with connection, self._reading():
+        with self._asked("POST", path, json.dumps(body).encode()) as response:
             while line := response.readline():
                 if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                     yield json.loads(data)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            raise ConnectionError(f"{self.url}: the answer broke off ({error or type(error).__name__})") from error
-
-    def _ask(self, method: str, path: str, body: bytes | None) -> tuple[_Connection, http.client.HTTPResponse]:
+    def _asked(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+        """An answer that can be read. The connection is closed afterwards."""
         parts = urlsplit(self.url)
         cls = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
-        connection = _Connection(cls(parts.hostname or "", parts.port, timeout=self.timeout))
-        try:
-            connection.inner.request(method, parts.path.rstrip("/") + path, body, headers)
-            response = connection.inner.getresponse()
-            if response.status == 200:
-                return connection, response
-            reason = _reason(response)
-        except (OSError, http.client.HTTPException) as error:
-            connection.inner.close()
-            raise ConnectionError(
-                f"{self.url}: can't be reached ({error or type(error).__name__}); `hf-cb serve MODEL` starts a server"
-            ) from error
-        connection.inner.close()
-        if response.status in (401, 403):
-            reason += "; --api-key or $HF_CB_API_KEY gives a key"
-        raise ConnectionError(f"{self.url}{path}: {response.status} {reason}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    """Closes at the end of a with block."""
-
-    inner: http.client.HTTPConnection
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        self.inner.close()
+        with contextlib.closing(cls(parts.hostname or "", parts.port, timeout=self.timeout)) as connection:
+            try:
+                connection.request(method, parts.path.rstrip("/") + path, body, headers)
+                response = connection.getresponse()
+                reason = None if response.status == 200 else _reason(response)
+            except (OSError, http.client.HTTPException) as error:
+                raise ConnectionError(
+                    f"{self.url}: can't be reached ({error or type(error).__name__}); `hf-cb serve MODEL` starts a server"
+                ) from error
+            if reason is not None:
+                hint = "; --api-key or $HF_CB_API_KEY gives a key" if response.status in (401, 403) else ""
+                raise ConnectionError(f"{self.url}{path}: {response.status} {reason}{hint}")
+            try:
+                yield response
+            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+                raise ConnectionError(f"{self.url}: the answer broke off ({error or type(error).__name__})") from error
 
 
 def _reason(response: http.client.HTTPResponse) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_cb.errors import InvalidArgumentError
@@ -48,11 +49,7 @@ class Scrape:
 
     def buckets(self, model: str, name: str) -> dict[float, float]:
         """Upper bound -> figures up to it, of a histogram, from the lowest bound."""
-        return {float(bound): count for bound, count in sorted(self.by_label(model, f"{name}_bucket").items(), key=_bound)}
-
-
-def _bound(pair: tuple[str, float]) -> float:
-    return float(pair[0])
+        return dict(sorted((float(bound), count) for bound, count in self.by_label(model, f"{name}_bucket").items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +125,4 @@ class History:
 
     def rates(self, model: str, name: str) -> Sequence[float]:
         """A counter's rate between each two neighbours, oldest first."""
-        return [between.rate(model, name) for between in self._pairs()]
-
-    def _pairs(self) -> Iterator[Between]:
-        for before, after in zip(self._scrapes, self._scrapes[1:], strict=False):
-            yield Between(before, after)
+        return [Between(*pair).rate(model, name) for pair in itertools.pairwise(self._scrapes)]

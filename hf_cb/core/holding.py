@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_cb.core.prefix import PrefixNames
+
+
+class Start(NamedTuple):
+    """What a sequence begins with: blocks that others have computed, and the tokens that they hold for it."""
+
+    blocks: tuple[int, ...]
+    num_tokens: int
+    state: int | None = None  # the slot with the state after those, of a model with states
 
 
 @dataclass(slots=True)

@@ -12,25 +12,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
-from typing_extensions import override
-
 from hf_cb.core.block_pool import BlockPool
 from hf_cb.core.block_tables import BlockTables
 from hf_cb.core.capacity import Capacity
-from hf_cb.core.memory import SequenceMemory, Start
+from hf_cb.core.holding import Start
 from hf_cb.core.output import NO_MOVES, Moves, RowMemory
 from hf_cb.core.prefix import BlockName, PrefixNames
 from hf_cb.core.reach import ALL, Reach
 from hf_cb.core.sequence import Sequence
 from hf_cb.errors import EngineDeadError, InvalidArgumentError, RequestTooLongError
-from hf_cb.request import Request
 
 
-class KVManager(SequenceMemory):
+class KVManager:
     """Grows and releases block tables over `pool`, whose blocks hold `block_size` tokens each.
 
     `shares`: whether what one sequence has computed is used by others. `num_host_blocks`: of the host, to which a sequence that
     waits can be moved. `reaches`: one for each group of layers. `max_step_tokens`: that one sequence can get in a step.
+
+    The scheduler knows no blocks: it asks whether a sequence has room, lets it in, lets it grow, and lets it go. A step writes
+    where `reserve` has made room. Until `commit`, nobody else is given what it wrote. What is to be copied before a step
+    computes comes back as `Moves`, once. Owned by the scheduler, and not thread-safe, except `capacity`.
     """
 
     def __init__(
@@ -48,30 +49,21 @@ class KVManager(SequenceMemory):
         self._block_size = block_size
         self._shares = shares
         self.tables = BlockTables(pool.num_blocks, block_size, reaches, max_step_tokens)
-        self.num_groups = self.tables.num_groups
-        self._capacity = Capacity(self.tables)
+        self.num_groups = self.tables.num_groups  # of layers that keep a token each: a stored token counts once for each
+        self.capacity = Capacity(self.tables)
         self._host = BlockPool(num_host_blocks) if num_host_blocks else None
         self._moved: set[Sequence] = set()  # those that wait in host blocks
         self._holders: set[Sequence] = set()
         self._coming: dict[bytes, Sequence] = {}  # key of a block -> the running sequence that is to publish it
 
     @property
-    @override
-    def max_tokens(self) -> int:
-        return self._capacity.max_tokens
-
-    @override
-    def check_fits(self, request: Request) -> None:
-        self._capacity.check(request)
-
-    @property
-    @override
     def blocks_used(self) -> int:
+        """Blocks that sequences hold now."""
         return self._pool.num_owned
 
     @property
-    @override
     def tokens_stored(self) -> int:
+        """Tokens whose keys and values are in those blocks, counted once for each group."""
         size, groups = self._block_size, self.tables.num_groups
         # By the last block: the only one that can be both shared and not full.
         unused = {
@@ -81,10 +73,11 @@ class KVManager(SequenceMemory):
         }
         return self._pool.num_owned * size - sum(unused.values()) * groups
 
-    @override
     def can_admit(self, seq: Sequence, start: Start | None, num_running: int, is_crowded: bool) -> bool:
+        """Whether `seq` has room for all of its tokens, and for those of its beams, beside what `num_running` sequences are
+        about to take; `is_crowded`: one of them was preempted lately. `start`: None for one that was moved out."""
         # Blocks for all its tokens, not just for the first chunk: one that starts what it can't end only wastes work.
-        beside = self._capacity.headroom(num_running, is_crowded) + self._capacity.num_for_beams(seq)
+        beside = self.capacity.headroom(num_running, is_crowded) + self.capacity.num_for_beams(seq)
         return self.can_reserve(seq, seq.num_tokens, start, beside)
 
     def can_reserve(self, seq: Sequence, num_tokens: int, start: Start | None = None, headroom: int = 0) -> bool:
@@ -95,8 +88,9 @@ class KVManager(SequenceMemory):
         missing = self._num_missing(seq, num_tokens) - len(blocks) // self.tables.num_groups
         return self.tables.num_missing(missing, blocks) + kept + copied + headroom <= self._pool.num_reusable
 
-    @override
     def find_start(self, seq: Sequence, sibling: Sequence | None) -> Start | None:
+        """What `seq`, which holds nothing, can begin with: what was published, or what `sibling` has, a running sequence with
+        the same prompt. None: more is just being computed, and will be here soon."""
         found = self.match_prefix(seq)
         if found is None:
             return None
@@ -113,7 +107,7 @@ class KVManager(SequenceMemory):
         return found if blocks is None else Start(blocks, shared)
 
     def match_prefix(self, seq: Sequence, can_start: Callable[[BlockName], bool] | None = None) -> Start | None:
-        """The published blocks that `seq`, which holds none, can begin with; the block of its last token is never among them.
+        """The published blocks that `seq`, which holds none, can begin with, but for the block of its last token.
 
         None: a running sequence is just computing the next one, which will be here soon. `can_start`: whether there is all
         that it takes beside the blocks to go on after the one of this name; then nothing is waited for.
@@ -155,8 +149,8 @@ class KVManager(SequenceMemory):
     def _key(self, group: int, name: BlockName) -> bytes | tuple[int, bytes]:
         return name.key if self.tables.num_groups == 1 else (group, name.key)
 
-    @override
     def admit(self, seq: Sequence, start: Start | None) -> Moves:
+        """Let `seq` begin with what `find_start` has just found; None: with what was moved out of it."""
         if start is None:
             return Moves(swap_in=self.move_in(seq))
         self.adopt(seq, start)
@@ -168,9 +162,11 @@ class KVManager(SequenceMemory):
         seq.held.num_published = start.num_tokens // self._block_size if self._shares else 0
         self._hold(seq, start.blocks, start.num_tokens)
 
-    @override
     def branch(self, seqs: Iterable[Sequence], branches: Iterable[tuple[Sequence, Sequence]]) -> None:
-        # Several may hold a block that is not full; the first to write to it gets a copy, see `reserve`.
+        """Put new sequences in the place of `seqs`: (parent, branch) each, where the branch has what its parent has.
+
+        Several may hold a block that is not full; the first to write to it gets a copy, see `reserve`.
+        """
         for parent, seq in branches:
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.held.block_table = self.tables.upto(parent.held.block_table, seq.num_computed_tokens)
@@ -181,13 +177,13 @@ class KVManager(SequenceMemory):
         for seq in seqs:
             self.release(seq)
 
-    @override
     def cost_of_move(self, seq: Sequence) -> int | None:
+        """Blocks to copy to move `seq` out; None: there is no room for them now, or nothing to move."""
         needed = len(self.tables.held(self.tables.upto(seq.held.block_table, seq.num_computed_tokens)))
         return needed if self._host is not None and 0 < needed <= self._host.num_reusable else None
 
-    @override
     def move_out(self, seq: Sequence) -> Moves:
+        """Release what `seq` holds, and keep its content on the host."""
         num_blocks = self.cost_of_move(seq)
         host = None if self._host is None or num_blocks is None else self._host.allocate(num_blocks)
         if host is None:
@@ -216,16 +212,18 @@ class KVManager(SequenceMemory):
         self._hold(seq, table, num_tokens)
         return tuple(zip(kept, blocks, strict=True))
 
-    @override
     def row(self, seq: Sequence) -> RowMemory:
+        """What a step's row shows of it to the runtime."""
         return RowMemory(seq.held.block_table)
 
-    @override
+    def advance(self, seq: Sequence) -> None:
+        """A step has brought `seq` to `num_computed_tokens`, or will without being tried again: what it read may go. Blocks
+        stay."""
+
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        if self._shares:
-            self.publish(seq, num_tokens)
-        if self.tables.short:
-            self.shed(seq, num_tokens)
+        """The step that wrote `seq`'s tokens up to `num_tokens` has succeeded: share them, give back what it sees no more."""
+        self.publish(seq, num_tokens)
+        self.shed(seq, num_tokens)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let others find the blocks that `seq` has filled with its first `num_tokens` tokens."""
@@ -242,8 +240,6 @@ class KVManager(SequenceMemory):
 
     def shed(self, seq: Sequence, position: int) -> None:
         """Give back those of `seq`'s blocks that no token from `position` on can see. They may still be found by others."""
-        if not self.tables.short:
-            return
         table: list[int] | None = None
         num_shed, groups = [], self.tables.num_groups
         for place, (g, reach) in enumerate(self.tables.short):
@@ -258,20 +254,23 @@ class KVManager(SequenceMemory):
         if table is not None:
             seq.held.block_table, seq.held.num_shed = tuple(table), tuple(num_shed)
 
-    @override
     def forget_prefixes(self) -> None:
+        """Let nobody find what was computed up to now: it is out of date. Who holds some of it goes on with that."""
         self._pool.unpublish_all()
         self._coming.clear()
         for seq in (*self._holders, *self._moved):
             seq.held.num_published = None
 
-    @override
     def reserve(self, seq: Sequence, num_tokens: int) -> Moves | None:
-        # Where others hold a block that it would write to, it gets a copy (copy-on-write).
+        """Make room for `seq`'s first `num_tokens` tokens, which it can write to from `num_computed_tokens` on. None, nothing
+        changed: not now. Raises RequestTooLongError if the whole memory would not do.
+
+        Where others hold a block that it would write to, it gets a copy (copy-on-write).
+        """
         groups = self.tables.num_groups
         missing = max(0, self._num_missing(seq, num_tokens)) * groups
-        first = seq.num_computed_tokens // self._block_size * groups
-        written = seq.held.block_table[first : first + groups]
+        first, table = seq.num_computed_tokens // self._block_size * groups, seq.held.block_table
+        written = table[first : first + groups]
         copied = self._pool.shared(written)
         if not missing and not copied:
             return NO_MOVES
@@ -283,17 +282,12 @@ class KVManager(SequenceMemory):
         self._holders.add(seq)
         copies = dict(zip(copied, blocks, strict=False))
         kept = [copies.get(block, block) for block in written]
-        seq.held.block_table = (
-            *seq.held.block_table[:first],
-            *kept,
-            *seq.held.block_table[first + groups :],
-            *blocks[len(copied) :],
-        )
+        seq.held.block_table = (*table[:first], *kept, *table[first + groups :], *blocks[len(copied) :])
         self._pool.release(copied)
         return Moves(copies=tuple(copies.items()))
 
-    @override
     def release(self, seq: Sequence) -> None:
+        """Give back all that `seq` holds, wherever it is; nothing of it counts as computed any more."""
         if seq.held.host_blocks:
             self._leave_host(seq)
             seq.held.num_published = 0
@@ -309,8 +303,8 @@ class KVManager(SequenceMemory):
         seq.num_computed_tokens = 0
         seq.held.num_published = 0
 
-    @override
     def check(self) -> None:
+        """Raise EngineDeadError unless the books are sound."""
         self._pool.check()
         held = Counter(block for seq in self._holders for block in self.tables.held(seq.held.block_table))
         if len(held) != self._pool.num_owned or any(self._pool.ref_count(block) != n for block, n in held.items()):

@@ -92,9 +92,7 @@ class StepResult:
     tokens: dict[int, tuple[int, ...]]  # request id -> sampled token ids, at least one, at most as many as the row's logits
     errors: dict[int, BaseException] = field(default_factory=dict)  # request id -> why that row has no token
     stopped: frozenset[int] = frozenset()  # request ids that end with their last token, by rules of their own
-    notes: dict[int, tuple[TokenNote, ...]] = field(
-        default_factory=dict
-    )  # request id -> what goes to its caller with each token
+    notes: dict[int, tuple[TokenNote, ...]] = field(default_factory=dict)  # request id -> for its caller, with each token
     choices: dict[int, Choice] = field(default_factory=dict)  # request id -> how its beams go on, once all of them are computed
 
     @classmethod

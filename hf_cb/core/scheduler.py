@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 
-from hf_cb.core.memory import SequenceMemory
+from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import NO_MOVES, UNKNOWN, Emission, Moves, ScheduledRow, SchedulerOutput, StepResult
 from hf_cb.core.pacing import Pacer
 from hf_cb.core.policy import FCFS, Policy
@@ -43,7 +43,7 @@ class Scheduler:
 
     def __init__(
         self,
-        memory: SequenceMemory,
+        memory: KVManager,
         *,
         max_batch_tokens: int,
         max_batch_size: int,
@@ -94,7 +94,7 @@ class Scheduler:
             raise RequestTooLongError(
                 f"num_beams: {request.width} beams run together, and max_batch_size is {self._running.num_seats}"
             )
-        self.memory.check_fits(request)
+        self.memory.capacity.check(request)
 
     def add(self, request: Request) -> None:
         """Let `request` wait for admission. Raises what `check_fits` raises, and InvalidArgumentError for a known id."""

@@ -1,7 +1,7 @@
 """SlotPool: a BlockPool that hands out the lowest free block first.
 
-Slots of states that follow one another are read and written as one tensor, without a copy. Handed out in this order, those that the
-rows of a step write follow one another again soon after others came and went.
+Slots of states that follow one another are read and written as one tensor, without a copy. Handed out in this order, those that
+the rows of a step write follow one another again soon after others came and went.
 """
 
 from __future__ import annotations

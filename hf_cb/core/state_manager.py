@@ -1,8 +1,8 @@
 """StateManager: the memory of sequences of which some layers keep a state beside, or in the place of, keys and values.
 
-A state, of a recurrent, convolutional or linear-attention layer, sums up all tokens before a position. It lies in a slot, which is
-written once: a step reads one slot and leaves the state after its tokens in another. So a step can be computed again, beams and
-samples of one prompt share a slot until they part, and a state is saved for later prompts by letting its slot be found.
+A state, of a recurrent, convolutional or linear-attention layer, sums up all tokens before a position. It lies in a slot, which
+is written once: a step reads one slot and leaves the state after its tokens in another. So a step can be computed again, beams
+and samples of one prompt share a slot until they part, and a state is saved for later prompts by letting its slot be found.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from typing_extensions import override
 
 from hf_cb.core.block_pool import BlockPool
+from hf_cb.core.holding import Start
 from hf_cb.core.kv_manager import KVManager
-from hf_cb.core.memory import Start
 from hf_cb.core.output import Moves, RowMemory
 from hf_cb.core.prefix import BlockName
 from hf_cb.core.sequence import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hf_cb.core.memory import SequenceMemory
+from hf_cb.core.kv_manager import KVManager
 from hf_cb.core.output import NO_MOVES, Moves, ScheduledRow, SchedulerOutput
 from hf_cb.core.sequence import Sequence
 
@@ -18,7 +18,7 @@ class StepPlan:
     """A step while it is composed. `budget`: tokens that it may have in all. `draft`: see Scheduler."""
 
     budget: int
-    memory: SequenceMemory
+    memory: KVManager
     draft: Draft | None = None
     granted: int = 0  # of those
     rows: dict[Sequence, ScheduledRow] = field(default_factory=dict)

@@ -223,8 +223,8 @@ def _allocate(
         weights = sum(tensor.nbytes for tensor in servable.twin.parameters())
         raise InvalidArgumentError(
             f"kv_cache_memory: {resolved.num_blocks} blocks x {resolved.block_size} tokens x {facts.kv_bytes_per_token} "
-            f"bytes{_and_states(resolved, facts)} = {resolved.kv_cache_memory} bytes; {servable.device} has {facts.free_memory} bytes free beside the "
-            f"weights' {weights}: {resolved.kv_cache_memory - facts.free_memory} too many"
+            f"bytes{_and_states(resolved, facts)} = {resolved.kv_cache_memory} bytes; {servable.device} has "
+            f"{facts.free_memory} bytes free beside the weights' {weights}: {resolved.kv_cache_memory - facts.free_memory} too many"
         )
     try:
         cache = KVCache(servable.specs, resolved.num_blocks * len(layout.groups), resolved.block_size, layout)
@@ -320,8 +320,8 @@ def _dtype(servable: Servable) -> torch.dtype:
 
 
 def _room(specs: Sequence[LayerSpec], device: torch.device) -> int:
-    """Bytes that a cache may take over all devices, each of which holds the keys and values of its own layers; or on `device`, if
-    there are no such layers."""
+    """Bytes that a cache may take over all devices, each of which holds the keys and values of its own layers; on `device` if
+    there are none."""
     parts: Counter[torch.device] = Counter()
     for spec in specs:
         parts[spec.device] += spec.bytes_per_token

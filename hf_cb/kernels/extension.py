@@ -131,16 +131,7 @@ def _toolchain() -> tuple[list[str], list[str], list[str]]:
     root = Path(torch.__file__).parent
     includes = [f"-isystem{root / 'include'}", f"-isystem{root / 'include/torch/csrc/api/include'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    compile_flags = [
-        "-std=c++20",
-        "-O3",
-        "-march=native",
-        "-ffp-contract=off",
-        "-fopenmp",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-w",
-    ]
+    compile_flags = shlex.split("-std=c++20 -O3 -march=native -ffp-contract=off -fopenmp -fPIC -fvisibility=hidden -w")
     # Linked without OpenMP, so that its symbols are those of the runtime that torch has loaded: two runtimes in a process would
     # have two pools of threads.
     return compiler, [*compile_flags, abi, *includes], ["-shared", f"-L{root / 'lib'}"]

@@ -33,6 +33,11 @@ class Metric:
         return f"{PREFIX}{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 
+def _histogram(name: str, help: str, field: str) -> Metric:
+    """A metric that is a field of `Distributions`."""
+    return Metric(name, "histogram", help, lambda stats: getattr(stats.distributions, field))
+
+
 METRICS = (
     Metric("num_requests_running", "gauge", "Sequences in the batch; a beam search counts as its beams.", lambda s: s.running),
     Metric("num_requests_waiting", "gauge", "Requests that wait to be admitted, or were preempted.", lambda s: s.waiting),
@@ -62,40 +67,15 @@ METRICS = (
     Metric("engine_steps", "counter", "Steps of the engine.", lambda s: s.steps),
     Metric("engine_step_seconds", "counter", "Seconds that the steps took.", lambda s: s.step_seconds),
     Metric("engine_model_seconds", "counter", "Seconds of them in the model's forward.", lambda s: s.model_seconds),
-    Metric(
-        "time_to_first_token_seconds",
-        "histogram",
-        "From a request's submission to its first token.",
-        lambda s: s.distributions.time_to_first_token,
-    ),
-    Metric(
-        "inter_token_latency_seconds",
-        "histogram",
-        "Between two tokens of a request.",
-        lambda s: s.distributions.inter_token,
-    ),
-    Metric("request_queue_time_seconds", "histogram", "From submission to admission.", lambda s: s.distributions.queue),
-    Metric(
-        "request_prefill_time_seconds",
-        "histogram",
-        "From admission to the first token, of answered requests.",
-        lambda s: s.distributions.prefill,
-    ),
-    Metric(
-        "request_decode_time_seconds",
-        "histogram",
-        "From the first token to the end, of answered requests.",
-        lambda s: s.distributions.decode,
-    ),
-    Metric(
-        "e2e_request_latency_seconds",
-        "histogram",
-        "From submission to the end, of answered requests.",
-        lambda s: s.distributions.end_to_end,
-    ),
-    Metric("request_prompt_tokens", "histogram", "Prompts of answered requests.", lambda s: s.distributions.prompt_tokens),
-    Metric("request_generation_tokens", "histogram", "Outputs of answered requests.", lambda s: s.distributions.output_tokens),
-    Metric("iteration_tokens", "histogram", "Tokens that one step computed.", lambda s: s.distributions.step_tokens),
+    _histogram("time_to_first_token_seconds", "From a request's submission to its first token.", "time_to_first_token"),
+    _histogram("inter_token_latency_seconds", "Between two tokens of a request.", "inter_token"),
+    _histogram("request_queue_time_seconds", "From submission to admission.", "queue"),
+    _histogram("request_prefill_time_seconds", "From admission to the first token, of answered requests.", "prefill"),
+    _histogram("request_decode_time_seconds", "From the first token to the end, of answered requests.", "decode"),
+    _histogram("e2e_request_latency_seconds", "From submission to the end, of answered requests.", "end_to_end"),
+    _histogram("request_prompt_tokens", "Prompts of answered requests.", "prompt_tokens"),
+    _histogram("request_generation_tokens", "Outputs of answered requests.", "output_tokens"),
+    _histogram("iteration_tokens", "Tokens that one step computed.", "step_tokens"),
 )
 
 

@@ -48,16 +48,16 @@ class EngineCollector(Collector):
 
 
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+_FAMILIES: dict[str, type[Family]] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 def _family(metric: catalog.Metric) -> Family:
     labels = [catalog.MODEL, *([metric.label] if metric.label else [])]
-    name = f"{catalog.PREFIX}{metric.name}"
-    if metric.kind == "histogram":
-        return HistogramMetricFamily(name, metric.help, labels=labels)
-    if metric.kind == "counter":
-        return CounterMetricFamily(name, metric.help, labels=labels)
-    return GaugeMetricFamily(name, metric.help, labels=labels)
+    return _FAMILIES[metric.kind](f"{catalog.PREFIX}{metric.name}", metric.help, labels=labels)
 
 
 def _add(family: Family, metric: catalog.Metric, model: str, stats: EngineStats) -> None:

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 from opentelemetry import context, trace
 from opentelemetry.context import Context
@@ -76,32 +77,29 @@ class RequestTracer:
 
     def _make(self, record: RequestRecord, note: Context) -> None:
         """The spans begin and end when what they tell of did."""
-        clock = _Clock()
+        nanoseconds = _clock()
         span = self._tracer.start_span(
             f"{_OPERATION} {self._model}",
             context=note,
             kind=SpanKind.INTERNAL,  # as the conventions say for a model in the same process
             attributes=self._attributes(record),
-            start_time=clock.nanoseconds(record.submitted_at),
+            start_time=nanoseconds(record.submitted_at),
         )
         if span.is_recording():
             if not record.is_answered and record.finish_reason is not FinishReason.CANCELLED:
                 span.set_attribute("error.type", record.finish_reason.value)
                 span.set_status(Status(StatusCode.ERROR, record.error))
-            self._add_parts(span, record, clock)
-        span.end(clock.nanoseconds(record.finished_at))
+            self._add_parts(span, record, nanoseconds)
+        span.end(nanoseconds(record.finished_at))
 
-    def _add_parts(self, span: Span, record: RequestRecord, clock: _Clock) -> None:
-        moments = [record.submitted_at, record.admitted_at, record.first_token_at]
+    def _add_parts(self, span: Span, record: RequestRecord, nanoseconds: Callable[[float], int]) -> None:
+        named = {"queue": record.submitted_at, "prefill": record.admitted_at, "decode": record.first_token_at}
+        begun = [(name, start) for name, start in named.items() if start is not None]
+        ends = [*(start for _, start in begun[1:]), record.finished_at]
         inside = trace.set_span_in_context(span)
-        for i, name in enumerate(("queue", "prefill", "decode")):
-            start = moments[i]
-            if start is None:
-                return
-            following = moments[i + 1] if i + 1 < len(moments) else None
-            end = record.finished_at if following is None else following
-            part = self._tracer.start_span(name, context=inside, start_time=clock.nanoseconds(start))
-            part.end(clock.nanoseconds(end))
+        for (name, start), end in zip(begun, ends, strict=True):
+            part = self._tracer.start_span(name, context=inside, start_time=nanoseconds(start))
+            part.end(nanoseconds(end))
 
     def _attributes(self, record: RequestRecord) -> dict[str, AttributeValue]:
         request, sampling = record.request, record.request.sampling
@@ -127,11 +125,7 @@ class RequestTracer:
         return found
 
 
-class _Clock:
+def _clock() -> Callable[[float], int]:
     """From `time.perf_counter()` to the nanoseconds since 1970 that spans take."""
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.perf_counter()
-
-    def nanoseconds(self, moment: float) -> int:
-        return int(1e9 * (moment + self._offset))
+    offset = time.time() - time.perf_counter()
+    return lambda moment: int(1e9 * (moment + offset))

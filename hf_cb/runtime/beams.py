@@ -22,9 +22,8 @@ class Beams:
 
     def take(self, row: ScheduledRow, logits: torch.Tensor) -> None:
         """The logits [vocab] after the last token of a row."""
-        if (
-            row.end == self._num_prompt_tokens + self._search.num_chosen
-        ):  # else it is late: that choice has been made without it
+        is_late = row.end != self._num_prompt_tokens + self._search.num_chosen  # the choice has been made without it
+        if not is_late:
             self._logits[row.beam] = logits.clone()  # not a view that keeps those of the whole step
 
     def choose(self) -> Choice | None:

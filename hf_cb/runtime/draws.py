@@ -110,13 +110,9 @@ def draws(seed: int, device: torch.device) -> Draws:
 def _race_of_all(source: np.random.Generator, probs: torch.Tensor) -> int:
     """A token by probs [m] of any dtype, by the times of all."""
     _refused(probs)
-    times = torch.from_numpy(-np.log1p(_draw_words(source, len(probs)) * -(2.0**-_BITS)))
+    words = source.integers(0, 1 << 64, size=len(probs), dtype=np.uint64) & np.uint64((1 << _BITS) - 1)  # of uniform numbers
+    times = torch.from_numpy(-np.log1p(words * -(2.0**-_BITS)))
     return int((probs / times.to(probs.dtype)).argmax())
-
-
-def _draw_words(source: np.random.Generator, count: int) -> np.ndarray:
-    """The bits of so many uniform numbers."""
-    return source.integers(0, 1 << 64, size=count, dtype=np.uint64) & np.uint64((1 << _BITS) - 1)
 
 
 @functools.cache

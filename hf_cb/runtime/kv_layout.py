@@ -32,7 +32,7 @@ class KVLayout:
         by_reach: dict[_Reach, list[int]] = {}
         for i, spec in enumerate(specs):
             by_reach.setdefault((spec.window, spec.chunk), []).append(i)
-        if len(forms) > 1 or list(by_reach) == [(None, None)]:
+        if len(forms) > 1 or set(by_reach) <= {(None, None)}:
             return everything
         for size in range(max(map(len, by_reach.values())), 0, -1):
             parts = [(reach, part) for reach, own in by_reach.items() for part in _cut(own, size)]

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from hf_cb.core.output import SchedulerOutput
 from hf_cb.errors import EngineDeadError
 
-_FOR_EVER = timedelta(
-    days=365
-)  # a follower may wait as long for the next step; a rank that dies is noticed at once all the same
+# A follower may wait as long for the next step; a rank that dies is noticed at once all the same.
+_FOR_EVER = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True)

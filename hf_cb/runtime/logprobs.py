@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_cb.request import Request, TokenLogprobs
+from hf_cb.request import TokenLogprobs
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -24,11 +24,6 @@ class PromptLogprobs:
     def __init__(self, prompt: Sequence[int], count: int) -> None:
         self._prompt, self._count = prompt, count
         self._noted: list[TokenLogprobs] = []
-
-    @classmethod
-    def of(cls, request: Request) -> PromptLogprobs | None:
-        """For a request that asks for them."""
-        return None if request.prompt_logprobs is None else cls(request.prompt, request.prompt_logprobs)
 
     def wanted(self, start: int, end: int) -> range:
         """Which positions' logits to compute when a step covers `start` to `end`."""

@@ -130,9 +130,8 @@ class ModelRunner:
             self._beams[request.request_id] = Beams(request, request.search)
             return
         self._rows[request.request_id] = RowState.of(request, self._device)
-        prompt = PromptLogprobs.of(request)
-        if prompt is not None:
-            self._prompts[request.request_id] = prompt
+        if request.prompt_logprobs is not None:
+            self._prompts[request.request_id] = PromptLogprobs(request.prompt, request.prompt_logprobs)
 
     def remove(self, request_id: int) -> None:
         """Forget a request; unknown ids are fine."""
@@ -198,10 +197,8 @@ class ModelRunner:
             rest = [i for i, key in enumerate(ids) if key in self._rows]
             ids, own = tuple(ids[i] for i in rest), own[rest]
         rows = [self._rows[request_id] for request_id in ids]
-        if not ids:
-            return Launched(output, batch, logits, ids, rows, None, self._streams.download(), errors, seconds)
-        chosen = choose(own, rows)
-        arriving = self._streams.download(chosen.tokens, chosen.has_nan)
+        chosen = choose(own, rows) if ids else None
+        arriving = self._streams.download(*((chosen.tokens, chosen.has_nan) if chosen else ()))
         return Launched(output, batch, logits, ids, rows, chosen, arriving, errors, seconds)
 
     def collect(self, launched: Launched) -> StepResult:
@@ -217,7 +214,7 @@ class ModelRunner:
     def _collect(self, launched: Launched) -> StepResult:
         with torch.inference_mode():
             began = time.perf_counter()
-            arrived = launched.arriving.wait()
+            arrived = launched.arriving()
             self.model_seconds = launched.seconds + time.perf_counter() - began
             result = self._accept(launched, arrived, launched.errors)
             if not self._beams:

@@ -44,18 +44,15 @@ class RowState:
     def of(cls, request: Request, device: torch.device) -> RowState:
         """The state of a request that has sampled nothing yet."""
         params = request.sampling
-        source = draws(params.seed, device) if params.do_sample else None
-        seen = SeenTokens(request.prompt) if params.repetition_penalty != 1.0 else None
-        produced = SeenTokens() if params.frequency_penalty or params.presence_penalty else None
         return cls(
             params,
             tuple(sorted(request.eos_token_ids)),
             len(request.prompt),
             request.rules,
             request.logprobs,
-            draws=source,
-            seen=seen,
-            produced=produced,
+            draws=draws(params.seed, device) if params.do_sample else None,
+            seen=SeenTokens(request.prompt) if params.repetition_penalty != 1.0 else None,
+            produced=SeenTokens() if params.frequency_penalty or params.presence_penalty else None,
         )
 
     def forbidden(self) -> list[int]:

@@ -8,9 +8,8 @@ writes to the weights: so their order is kept, too. On other devices the same ca
 
 from __future__ import annotations
 
-import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,71 +19,40 @@ _ALIGNMENT = 16  # bytes: of each array in an upload
 _DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
-class Download(abc.ABC):
-    """Tensors on their way to the host."""
-
-    @abc.abstractmethod
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        """They are here now, on the CPU."""
+Download = Callable[[], tuple[torch.Tensor, ...]]
+"""Tensors on their way to the host: returns them, on the CPU, when they are here."""
 
 
-class Streams(abc.ABC):
-    """Of one device. `waits`: whether a copy is done when the call returns."""
-
-    device: torch.device
-
-    waits: bool
-
-    @abc.abstractmethod
-    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """Each int32 or int64 array, one or more, as a tensor on the device. They are not to be changed afterwards."""
-
-    @abc.abstractmethod
-    def download(self, *tensors: torch.Tensor) -> Download:
-        """Begin to bring tensors of the device to the host, as they are when all that was queued before is done."""
-
-    @abc.abstractmethod
-    def swapping(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Within it, blocks are copied between `device` and the host: after what was queued on the device before, and before
-        what will be queued after it."""
-
-
-class HostStreams(Streams):
-    """Of a CPU, or of a device for which torch's plain calls, which return when the copy is done, are good enough."""
+class Streams:
+    """Of one device: a CPU, or one for which torch's plain calls, which return when the copy is done, are good enough."""
 
     waits = True
+    """Whether a copy is done when the call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    @override
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Each int32 or int64 array, one or more, as a tensor on the device. They are not to be changed afterwards."""
         return [torch.from_numpy(array).to(self.device) for array in arrays]
 
-    @override
     def download(self, *tensors: torch.Tensor) -> Download:
-        return _Here(tensors)
+        """Begin to bring tensors of the device to the host, as they are when all that was queued before is done."""
+        return lambda: tuple(tensor.cpu() for tensor in tensors)
 
-    @override
     def swapping(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Within it, blocks are copied between `device` and the host: after what was queued on the device before, and before
+        what will be queued after it."""
         return contextlib.nullcontext()
 
 
-class _Here(Download):
-    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._tensors = tensors
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.cpu() for tensor in self._tensors)
-
-
 class CudaStreams(Streams):
-    """The streams of a CUDA device."""
+    """Those of a CUDA device, where nothing waits."""
 
     waits = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._swapping: dict[torch.device, torch.cuda.Stream] = {}
 
     @override
@@ -103,7 +71,12 @@ class CudaStreams(Streams):
             target.copy_(tensor, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self.device))
-        return _Coming(there, done)
+
+        def wait() -> tuple[torch.Tensor, ...]:
+            done.synchronize()
+            return there
+
+        return wait
 
     @contextlib.contextmanager
     @override
@@ -119,15 +92,6 @@ class CudaStreams(Streams):
         with torch.cuda.stream(swapping):
             yield
         computing.wait_stream(swapping)  # the blocks are about to be written to, or read
-
-
-class _Coming(Download):
-    def __init__(self, tensors: tuple[torch.Tensor, ...], done: torch.cuda.Event) -> None:
-        self._tensors, self._done = tensors, done
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        self._done.synchronize()
-        return self._tensors
 
 
 def _parts(arrays: Sequence[np.ndarray], memory: torch.Tensor, starts: Sequence[int]) -> list[torch.Tensor]:
@@ -146,4 +110,4 @@ def to_device(values: Sequence[float] | np.ndarray, dtype: torch.dtype, device: 
 
 def streams_of(device: torch.device) -> Streams:
     """The streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams(device)
+    return CudaStreams(device) if device.type == "cuda" else Streams(device)

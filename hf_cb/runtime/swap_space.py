@@ -18,18 +18,13 @@ class SwapSpace:
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, streams: Streams) -> None:
-        self.num_blocks = num_blocks
         self._cache = cache
         self._streams = streams
+        room = num_blocks, cache.block_size
         self._layers = tuple(
-            LayerKV(_host_blocks(spec, spec.head_size, self), _host_blocks(spec, spec.value_head_size, self))
+            LayerKV(_host_blocks(spec, spec.head_size, *room), _host_blocks(spec, spec.value_head_size, *room))
             for spec in cache.specs
         )
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self._cache.block_size
 
     @property
     def waits(self) -> bool:
@@ -56,8 +51,8 @@ class SwapSpace:
                 yield from (pair for pair in pairs if pair[0].device == where)
 
 
-def _host_blocks(spec: LayerSpec, head_size: int, space: SwapSpace) -> torch.Tensor:
-    shape = (space.num_blocks, space.block_size, spec.num_kv_heads, head_size)
+def _host_blocks(spec: LayerSpec, head_size: int, num_blocks: int, block_size: int) -> torch.Tensor:
+    shape = (num_blocks, block_size, spec.num_kv_heads, head_size)
     if spec.device.type == "cpu":
         return lazy_zeros(shape, spec.stored_dtype)
     return torch.empty(shape, dtype=spec.stored_dtype, pin_memory=True, device="cpu")

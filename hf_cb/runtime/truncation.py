@@ -60,13 +60,13 @@ def _filter(scores: torch.Tensor, length: int, params: Sequence[SamplingParams])
     vocab_size = scores.shape[-1]
     values, ids = torch.topk(scores, length)
     rank = torch.arange(length, dtype=torch.int64, device=scores.device)
-    top_k = torch.tensor(
-        [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], dtype=torch.int64, device=scores.device
-    )[:, None]
-    top_p = torch.tensor([p.top_p if p.top_p < 1.0 else math.inf for p in params], dtype=torch.float64, device=scores.device)[
-        :, None
-    ]
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=scores.device)[:, None]
+
+    def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=scores.device)[:, None]
+
+    top_k = column([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], torch.int64)
+    top_p = column([p.top_p if p.top_p < 1.0 else math.inf for p in params], torch.float64)
+    min_p = column([p.min_p for p in params], torch.float64)
     within = rank < top_k
     to_best = (values.double() - values[:, :1].double()).exp()  # probability over the best token's
     total = (to_best * within).sum(dim=-1, keepdim=True)

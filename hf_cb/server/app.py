@@ -125,7 +125,7 @@ def _service(request: Request, settings: ServerSettings) -> dict[str, Any]:
 def _header(request: Request, name: str, pattern: str, takes: str) -> str | None:
     value = request.headers.get(name)
     if value is not None and not re.fullmatch(pattern, value, re.ASCII):
-        raise refused(name, f"{name}: takes {takes}")
+        raise refused(name, f"takes {takes}")
     return value
 
 

@@ -57,8 +57,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error as the JSON object that clients expect."""
-        detail = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": detail}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The error as a response with its status and headers."""
@@ -70,13 +69,13 @@ class ClientGoneError(Exception):
 
 
 def refused(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """A request that can't be served as it is."""
-    return ApiError(400, message, param=param, code=code)
+    """A request that can't be served as it is. `message`: what is wrong with `param`, or, without one, with the whole."""
+    return ApiError(400, message if param is None else f"{param}: {message}", param=param, code=code)
 
 
 def too_long(param: str, limit: int, got: str) -> ApiError:
     """A prompt of too many tokens."""
-    return refused(param, f"{param}: takes at most {limit} tokens; got {got}", "context_length_exceeded")
+    return refused(param, f"takes at most {limit} tokens; got {got}", "context_length_exceeded")
 
 
 def unavailable(message: str) -> ApiError:
@@ -93,7 +92,7 @@ def api_error(error: BaseException, params: Mapping[str, str] | None = None) -> 
         name, colon, rest = message.partition(": ")
         field_ = (params or {}).get(name, name) if colon else None
         code = "context_length_exceeded" if isinstance(error, RequestTooLongError) else None
-        return refused(field_, f"{field_}: {rest}" if colon else message, code)
+        return refused(field_, rest if colon else message, code)
     if isinstance(error, EngineOverloadedError):
         return ApiError(429, message, "rate_limit_error", code="overloaded", headers=RETRY_AFTER)
     if isinstance(error, RequestTimeoutError):
@@ -109,21 +108,18 @@ def api_error(error: BaseException, params: Mapping[str, str] | None = None) -> 
 def add_handlers(app: FastAPI) -> None:
     """Give all of the application's errors this shape."""
 
-    async def on_error(request: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response()
+    @app.exception_handler(ApiError)
+    async def on_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
 
-    async def on_invalid(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         return _invalid(error.errors()).response()
 
-    async def on_http(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> JSONResponse:
         code = "not_found" if error.status_code == 404 else None
         return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code).response()
-
-    app.add_exception_handler(ApiError, on_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(HTTPException, on_http)
 
 
 _NO_FIELD = re.compile(r"str$|constrained-|list\[|function-|nullable|[A-Z]|\[key\]")  # parts of a place that name a type
@@ -146,5 +142,6 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
         fields, message = [*fields, own[1]], own[2]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fields).lstrip(".")
     if is_unknown:
-        return refused(param, f"{param}: this server has no such field", "unknown_parameter")
-    return refused(param or None, f"{param or 'the body'}: {message[0].lower()}{message[1:]}")
+        return refused(param, "this server has no such field", "unknown_parameter")
+    message = message[0].lower() + message[1:]
+    return refused(param, message) if param else refused(None, f"the body: {message}")

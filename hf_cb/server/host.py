@@ -64,7 +64,7 @@ class Host:
     def _submit(self, body: ChatBody | CompletionBody, service: Mapping[str, Any]) -> Asked:
         samples = body.n or 1
         if samples > self._settings.max_n:
-            raise refused("n", f"n: takes at most {self._settings.max_n}; got {samples}")
+            raise refused("n", f"takes at most {self._settings.max_n}; got {samples}")
         prompts = self._prompts_of(body)
         options = {**self._sampling(body), **service, "max_new_tokens": self._max_new_tokens(body, prompts)}
         try:
@@ -81,9 +81,7 @@ class Host:
             prompts = [self._prompts.chat(body, limit)]
         else:
             if len(body.prompts()) > self._settings.max_prompts:
-                raise refused(
-                    "prompt", f"prompt: takes at most {self._settings.max_prompts} at once; got {len(body.prompts())}"
-                )
+                raise refused("prompt", f"takes at most {self._settings.max_prompts} at once; got {len(body.prompts())}")
             prompts = self._prompts.completion(body, limit)
         longest = max(map(len, prompts))
         if longest > limit:
@@ -95,8 +93,7 @@ class Host:
         most, given = self._settings.max_new_tokens, body.max_new_tokens
         if given is not None:
             if most is not None and given > most:
-                param = _params(body)["max_new_tokens"]
-                raise refused(param, f"{param}: takes at most {most}; got {given}")
+                raise refused(_params(body)["max_new_tokens"], f"takes at most {most}; got {given}")
             return given
         room = self.model.engine.max_tokens - max(map(len, prompts))
         return min(value for value in (room, most, body.default_new_tokens) if value is not None)

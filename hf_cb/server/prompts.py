@@ -30,21 +30,19 @@ class Prompts:
         """The ids of a conversation, at whose end an answer is expected."""
         variables = body.chat_template_kwargs or {}
         if taken := sorted(self._reserved & variables.keys()):
-            raise refused(
-                "chat_template_kwargs", f"chat_template_kwargs: takes variables of the template's own; got {taken[0]}"
-            )
+            raise refused("chat_template_kwargs", f"takes variables of the template's own; got {taken[0]}")
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
         with self._lock:
             template = self._template(tools)
             if tools and "tools" not in template:
-                raise refused("tools", "tools: takes none with this model, whose chat template has no place for them")
+                raise refused("tools", "takes none with this model, whose chat template has no place for them")
             messages = [_for_template(i, message, template) for i, message in enumerate(body.messages)]
             try:
                 text = self._tokenizer.apply_chat_template(
                     messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **variables
                 )
             except Exception as error:  # a template is a program of the model's, and refuses in ways of its own
-                raise refused("messages", f"messages: the model's chat template does not take them: {error}") from error
+                raise refused("messages", f"the model's chat template does not take them: {error}") from error
             return self._ids(text, "messages", limit, add_special_tokens=False)
 
     def completion(self, body: CompletionBody, limit: int) -> list[list[int]]:
@@ -61,7 +59,7 @@ class Prompts:
         try:
             return str(self._tokenizer.get_chat_template(tools=tools or None))
         except ValueError:
-            raise refused("messages", "messages: this model has no chat template; use /v1/completions", "no_template") from None
+            raise refused("messages", "this model has no chat template; use /v1/completions", "no_template") from None
 
     def _ids(self, text: str, param: str, limit: int, **options: Any) -> list[int]:
         if self._longest is not None and len(text) > limit * self._longest:
@@ -69,9 +67,9 @@ class Prompts:
         try:
             ids = list(self._tokenizer(text, **options)["input_ids"])
         except Exception as error:  # as for half of a surrogate pair
-            raise refused(param, f"{param}: the model's tokenizer does not take this text: {error}") from error
+            raise refused(param, f"the model's tokenizer does not take this text: {error}") from error
         if not ids:
-            raise refused(param, f"{param}: takes at least one token")
+            raise refused(param, "takes at least one token")
         return ids
 
 
@@ -81,18 +79,15 @@ def _for_template(index: int, message: Message, template: str) -> dict[str, Any]
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
-    found: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.name is not None:
-        found["name"] = message.name
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
+    named = message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+    found: dict[str, Any] = {"role": role, "content": content or "", **named}
     if message.tool_calls:
+        place = f"messages[{index}].tool_calls"
         if "tool_calls" not in template:
-            param = f"messages[{index}].tool_calls"
-            raise refused(param, f"{param}: takes none with this model, whose chat template has no place for them")
+            raise refused(place, "takes none with this model, whose chat template has no place for them")
         calls = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
         for number, call in enumerate(calls):
-            call["function"]["arguments"] = _arguments(f"messages[{index}].tool_calls[{number}]", call["function"]["arguments"])
+            call["function"]["arguments"] = _arguments(f"{place}[{number}]", call["function"]["arguments"])
         found["tool_calls"] = calls
     return found
 
@@ -101,7 +96,7 @@ def _arguments(place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise refused(f"{place}.function.arguments", f"{place}.function.arguments: takes JSON") from None
+        raise refused(f"{place}.function.arguments", "takes JSON") from None
 
 
 def _longest_piece(tokenizer: Any) -> int | None:

@@ -117,9 +117,9 @@ class Reply(abc.ABC):
             "prompt_tokens_details": {"cached_tokens": self.asked.num_cached_tokens},
         }
 
-    @abc.abstractmethod
     def _choice(self, index: int, piece: Piece) -> Any:
         """A choice as the whole reply has it."""
+        return self._chunk_choice(index, piece)
 
     @abc.abstractmethod
     def _chunk_choice(self, index: int, piece: Piece) -> Any:
@@ -151,9 +151,6 @@ class CompletionReply(Reply):
     """Replies of /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def _choice(self, index: int, piece: Piece) -> Any:
-        return self._chunk_choice(index, piece)
 
     def _chunk_choice(self, index: int, piece: Piece) -> Any:
         echo = self._echo(index) if self._is_echo and piece.first == 0 else ""

@@ -3,8 +3,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import small
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import curves, memory, peers, roofline, shapes
 from benchmarks.subject import Subject
@@ -15,19 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=None,
-        pad_token_id=0,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = small.llama(tie_word_embeddings=True)
     peers.ignore_end_of_sequence(model)
     return model
 
@@ -41,12 +30,7 @@ def test_a_curve_is_measured_and_drawn(kind, points, model, monkeypatch, tmp_pat
     for point in result["points"]:
         assert set(point["peers"]) == {"locked", "hf_cb"}
         assert all(figures["output_tokens_per_second"] > 0 for figures in point["peers"].values())
-    picture = tmp_path / f"{kind}.png"
-    drawn = picture.read_bytes()
-    assert drawn.startswith(b"\x89PNG")
-    picture.unlink()
-    curves.main(["draw", str(tmp_path / f"{kind}.json")])
-    assert picture.read_bytes() == drawn
+    small.assert_redrawn(tmp_path / f"{kind}.png", lambda: curves.main(["draw", str(tmp_path / f"{kind}.json")]))
 
 
 def test_each_point_has_its_clients_and_enough_requests():

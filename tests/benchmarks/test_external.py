@@ -1,8 +1,9 @@
-"""The driver's loop with an engine of a few lines, in this process and in one of its own."""
+"""Peers in environments of their own: how one is made, and the driver's loop with an engine of a few lines."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 import textwrap
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks import external, machine, peer_environments
 from benchmarks.external import Driver, ExternalPeer
+from benchmarks.peer_environments import Environment
 from benchmarks.workload import Item, Workload
 
 pytestmark = pytest.mark.timeout(20)
@@ -139,3 +141,25 @@ def test_what_a_peer_of_ours_takes_is_not_the_others(script):
     with counting() as peer, machine.usage(peer.pid) as usage:
         peer.run(WORKLOAD, lambda _: None, 3)
     assert 0 < usage.peak_bytes < machine.resident_bytes()  # its own, not this process's with torch in it
+
+
+@pytest.mark.timeout(120)  # making an environment copies pip into it
+def test_an_environment_is_made_once_and_again_when_it_should_hold_something_else(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("HF_CB_CACHE", str(tmp_path))
+    monkeypatch.setitem(peer_environments.ENVIRONMENTS, "small", Environment(("pip",)))  # which every one has: no download
+    peer_environments.set_up("small")
+    prefix = subprocess.run(
+        [peer_environments.python("small"), "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True
+    )
+    assert prefix.stdout.strip() == str(tmp_path / "peers" / "small")
+    assert "setting up" in capfd.readouterr().out
+
+    mark = tmp_path / "peers" / "small" / "kept"
+    mark.touch()
+    peer_environments.set_up("small")
+    assert mark.exists()
+    assert "setting up" not in capfd.readouterr().out
+
+    monkeypatch.setitem(peer_environments.ENVIRONMENTS, "small", Environment(("pip>=20",)))
+    with pytest.raises(FileNotFoundError, match="small is not set up here"):
+        peer_environments.python("small")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import models
 import pytest
+import small
 
 from benchmarks import paper_pictures, papers, peers, swap, trace, walkthrough
 from benchmarks.subject import Subject
@@ -40,12 +41,7 @@ def test_each_part_is_measured_and_drawn(part, measured, monkeypatch, tmp_path):
     monkeypatch.setattr(papers, "REQUESTS", 8)
     monkeypatch.setattr(papers, "CAPS", (32, 384))
     papers.main([part, "--scale", "0.05", "--out", str(tmp_path)])
-    picture = tmp_path / f"{part}.png"
-    drawn = picture.read_bytes()
-    assert drawn.startswith(b"\x89PNG")
-    picture.unlink()
-    papers.main(["--draw", str(tmp_path / f"{part}.json")])
-    assert picture.read_bytes() == drawn
+    small.assert_redrawn(tmp_path / f"{part}.png", lambda: papers.main(["--draw", str(tmp_path / f"{part}.json")]))
 
 
 def test_an_unknown_part_is_named(capsys):
@@ -81,13 +77,8 @@ def test_the_text_has_a_line_for_each_point():
 
 
 def test_a_resumed_sequence_takes_its_own_steps():
-    steps = [
-        step((1, 4), (2, 4)),
-        step((1, 1), preempted=(2,)),
-        step((1, 1)),
-        step((2, 3)),
-        step((2, 2), sampled=(2,), seconds=0.5),
-    ]
+    steps = [step((1, 4), (2, 4)), step((1, 1), preempted=(2,)), step((1, 1)), step((2, 3))]
+    steps.append(step((2, 2), sampled=(2,), seconds=0.5))
     assert swap.resume_seconds(steps) == 1.5
     with pytest.raises(RuntimeError, match="no sequence was preempted"):
         swap.resume_seconds(steps[2:])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+import small
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks import alone, peers
 from benchmarks.workload import Item, Workload
@@ -18,20 +19,7 @@ SIZES = ((9, 5), (3, 1), (14, 7), (9, 5))  # prompt, output
 
 @pytest.fixture(scope="module")
 def bare_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.35,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+    return small.llama(max_position_embeddings=128, initializer_range=0.35)
 
 
 @pytest.fixture(scope="module")

@@ -33,14 +33,7 @@ QUIET = Usage(1, 0.0)
 
 @pytest.mark.parametrize(
     ("values", "percent", "expected"),
-    [
-        ([3, 1, 2], 50, 2),
-        ([1, 2, 3, 4], 50, 2),
-        ([1, 2, 3, 4], 99, 4),
-        (list(range(1, 101)), 99, 99),
-        ([7], 0, 7),
-        ([], 50, None),
-    ],
+    [([3, 1, 2], 50, 2), ([1, 2, 3, 4], 50, 2), ([1, 2, 3, 4], 99, 4), ([*range(1, 101)], 99, 99), ([7], 0, 7), ([], 50, None)],
 )
 def test_percentile_is_the_nearest_rank(values, percent, expected):
     assert report.percentile(values, percent) == expected
@@ -91,11 +84,8 @@ def test_ratios_are_taken_within_a_round():
     assert got["locked"]["ratio_to_locked"] == 1
     assert got["hf_cb"]["output_tokens_per_second"] == 6 / 4
     assert got["hf_cb"]["kv_waste"] is None
-
-
-def test_a_ratio_to_a_peer_that_did_not_run_is_none():
-    got = report.medians([{"hf_cb": report.figures(RUN, BOTH, QUIET)}])
-    assert got["hf_cb"]["ratio_to_locked"] is None
+    alone = report.medians([{"hf_cb": report.figures(RUN, BOTH, QUIET)}])
+    assert alone["hf_cb"]["ratio_to_locked"] is None  # which did not run
 
 
 def test_equal_requests_counts_those_that_both_ran():
@@ -113,15 +103,9 @@ def test_a_result_with_a_token_too_few_is_refused():
 
 
 def test_the_table_marks_extrapolated_peers():
-    results = report.medians(
-        [
-            {
-                "locked": report.figures(Outcome((row(A, 1.0, 1.5),), 2.0, 2), BOTH, QUIET),
-                "hf_cb": report.figures(RUN, BOTH, QUIET),
-            }
-        ]
-    )
-    header, locked, ours = report.table(results, 2).splitlines()
+    outcomes = {"locked": Outcome((row(A, 1.0, 1.5),), 2.0, 2), "hf_cb": RUN}
+    results = {name: report.figures(outcome, BOTH, QUIET) for name, outcome in outcomes.items()}
+    header, locked, ours = report.table(report.medians([results]), 2).splitlines()
     assert locked.split()[:3] == ["locked*", "1.0", "6.0"]
     assert ours.split()[:4] == ["hf_cb", "1.5", "11.5", "1.50"]
     assert "25.0" in ours.split()  # KV waste, in percent

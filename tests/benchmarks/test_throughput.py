@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import small
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import throughput
 from benchmarks.peers import ignore_end_of_sequence
@@ -27,19 +27,7 @@ def command(monkeypatch, tmp_path):
     """Runs the command; returns what it wrote as JSON."""
 
     def load(_model: object, _shape: object, dtype: str, _device: str) -> Subject:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.35,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+        model = small.llama(vocab_size=VOCAB, initializer_range=0.35).to(getattr(torch, dtype))
         ignore_end_of_sequence(model)
         return Subject(model, "nowhere", text_source(tokenizer))
 

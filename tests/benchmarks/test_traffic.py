@@ -51,7 +51,7 @@ def test_policies(tmp_path: Any) -> None:
 
 
 def test_long_prompts(tiny: Any, tmp_path: Any) -> None:
-    arguments = ["--streams", "3", "--stream-tokens", "60", "--prompts", "2", "--prompt-tokens", "300", "--target-itl-ms", "8"]
+    arguments = ["--streams", "3", "--stream-tokens", "120", "--prompts", "2", "--prompt-tokens", "300", "--target-itl-ms", "8"]
     long_prompts.main([*arguments, "--json", str(tmp_path / "figures.json")])
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert set(figures) == {"whole", "default", "target", "target / whole"}

@@ -23,7 +23,7 @@ from hf_cb.worker import Worker
 
 KINDS: tuple[type[BaseException], ...] = (ValueError, RuntimeError, MemoryError, SystemExit, KeyboardInterrupt)
 _PACKAGE = Path(hf_cb.__file__).parent
-_LOOP = frozenset(str(_PACKAGE / name) for name in ("worker.py", "answers.py", "core.py"))
+_LOOP = frozenset(str(_PACKAGE / name) for name in ("worker.py", "answers.py", "engine_core.py"))
 # A lock whose release fails stays locked for ever; whoever dies can't fail to die; and what a handle's finalizer raises, on
 # whatever thread the handle is collected, nobody is told.
 _NEVER_FAIL = frozenset({"__exit__", "_die", "forget"})

@@ -11,8 +11,11 @@ from typing import Any, TypeVar
 
 import inside
 import models
+import pytest
 import torch
+from clear_rows import clear_row
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from hf_cb import Engine, GenerationHandle
 from hf_cb.core.output import SchedulerOutput, StepResult
@@ -21,7 +24,6 @@ T = TypeVar("T")
 
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 4096}
 LONG = 4000  # output tokens: for requests that must not end by themselves while a test looks on
-_MARGIN = 1e-3  # of the logits' standard deviation: a near tie would test the rounding of a sum
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,14 @@ def tiny_llama() -> PreTrainedModel:
     return models.tiny("llama", max_position_embeddings=2 * LONG)
 
 
-def plain(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> tuple[int, ...]:
-    """The output tokens of the model's own generate, whatever is installed on it."""
-    out = type(model).generate(model, torch.tensor([prompt]), max_new_tokens=max_new_tokens, **options)
+def plain(
+    model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, seed: int | None = None, **options: Any
+) -> tuple[int, ...]:
+    """The output tokens of the model's own generate, whatever is installed on it; drawn from `seed`, if there is one."""
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        out = type(model).generate(model, torch.tensor([prompt]), max_new_tokens=max_new_tokens, **options)
     return tuple(out[0, len(prompt) :].tolist())
 
 
@@ -76,19 +83,57 @@ def submit(engine: Engine, row: Row, **options: Any) -> GenerationHandle:
     return engine.submit(row.prompt, **{"max_new_tokens": len(row.tokens), **options})
 
 
+def doors(model: PreTrainedModel, engine: Engine) -> list[Callable[[], object]]:
+    """Every call that asks the engine for something, or waits for it."""
+    row = rows()[0]
+    return [
+        lambda: engine.submit(row.prompt),
+        lambda: engine.generate_batch([row.prompt]),
+        lambda: ask(model, row),
+        lambda: engine.pause().__enter__(),
+    ]
+
+
+def assert_ends(handle: GenerationHandle, error: type[Exception], match: str | None = None) -> None:
+    """With that error for all who wait, and with the first tokens of `long_row`, if with any."""
+    for wait in (handle.result, lambda: list(handle)):
+        with pytest.raises(error, match=match):
+            wait()
+    assert long_row().begins_with(handle.tokens)
+
+
 def submit_long(engine: Engine, **options: Any) -> GenerationHandle:
     """Ask for LONG tokens, of which those of `long_row` come first."""
     return submit(engine, long_row(), max_new_tokens=LONG, **options)
 
 
 def _row(model: PreTrainedModel, length: int, max_new_tokens: int, generator: torch.Generator) -> Row:
-    while True:
-        prompt = torch.randint(3, models.VOCAB, (1, length), generator=generator)
-        out = model.generate(prompt, max_new_tokens=max_new_tokens, output_logits=True, return_dict_in_generate=True)
-        logits = torch.cat(out.logits)
-        best = logits.topk(2).values
-        if ((best[:, 0] - best[:, 1]) / logits.std(-1)).min() > _MARGIN:
-            return Row(tuple(prompt[0].tolist()), tuple(out.sequences[0, length:].tolist()))
+    prompt, tokens = clear_row(model, length, max_new_tokens, generator)
+    return Row(tuple(prompt[0].tolist()), tuple(tokens))
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given, and which thread gave it; calls `at_third` at the third token."""
+
+    def __init__(self, at_third: Callable[[], None] = lambda: None) -> None:
+        self.puts: list[list[int]] = []
+        self.threads: set[threading.Thread] = set()
+        self.ended = 0
+        self._at_third = at_third
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(value.flatten().tolist())
+        self.threads.add(threading.current_thread())
+        if len(self.puts) == 4:  # the first is the prompt
+            self._at_third()
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def assert_whole(self, row: Row) -> None:
+        """It was given the prompt, each token by itself, and the end."""
+        assert self.puts == [list(row.prompt), *([token] for token in row.tokens)]
+        assert self.ended == 1
 
 
 class Gate:
@@ -123,6 +168,32 @@ class Gate:
             assert self._changed.wait_for(lambda: self._standing is not None and self._allowed == 0, timeout=10)
             assert self._standing is not None
             return self._standing
+
+    def after(self, steps: float) -> SchedulerOutput:
+        """Let this many more steps through, and return the one that stands at the gate then."""
+        self.let(steps)
+        return self.arrival()
+
+    def act(self, call: Callable[[], object]) -> None:
+        """Let the engine's thread make this call before the step that stands here, and all steps through."""
+        execute = self._execute
+
+        def call_back(output: SchedulerOutput) -> StepResult:
+            self._execute = execute
+            call()
+            return execute(output)
+
+        self._execute = call_back
+        self.let(math.inf)
+
+    def when(self, condition: Callable[[], object]) -> Callable[[], None]:
+        """A call that lets all steps through as soon as `condition` holds."""
+
+        def let() -> None:
+            wait_until(condition)
+            self.let(math.inf)
+
+        return let
 
     def _pass(self, output: SchedulerOutput) -> StepResult:
         with self._changed:

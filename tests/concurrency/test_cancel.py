@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import SMALL, Gate, long_row, rows, submit, submit_long, together, wait_until
+from serving import SMALL, Gate, assert_ends, long_row, rows, submit, submit_long, together, wait_until
 from transformers import PreTrainedModel
 
 import hf_cb
@@ -21,13 +21,13 @@ NEIGHBOUR = 7
 
 
 @contextlib.contextmanager
-def served(model: PreTrainedModel, **options: Any) -> Iterator[tuple[Engine, Gate, GenerationHandle]]:
+def served(model: PreTrainedModel, **options: Any) -> Iterator[tuple[Engine, Gate]]:
     """An engine at a shut gate with a neighbour in it, which must end well, and alone."""
     with hf_cb.continuous_batching(model, **{**SMALL, **options}) as engine:
         with Gate(engine) as gate:
             neighbour = submit(engine, rows()[NEIGHBOUR])
             gate.arrival()
-            yield engine, gate, neighbour
+            yield engine, gate
         assert neighbour.result().tokens == rows()[NEIGHBOUR].tokens
         wait_until(lambda: engine.stats().running + engine.stats().waiting == 0)
         assert engine.stats().blocks_used == 0
@@ -35,59 +35,43 @@ def served(model: PreTrainedModel, **options: Any) -> Iterator[tuple[Engine, Gat
 
 
 def assert_cancelled(handle: GenerationHandle, num_tokens: int) -> None:
-    with pytest.raises(RequestCancelledError, match=f"after {num_tokens} tokens"):
-        handle.result()
-    with pytest.raises(RequestCancelledError):
-        list(handle)
+    assert_ends(handle, RequestCancelledError, f"after {num_tokens} tokens")
     assert handle.finish_reason is FinishReason.CANCELLED
     assert len(handle.tokens) == num_tokens
-    assert long_row().begins_with(handle.tokens)
 
 
-def test_before_the_engine_saw_it(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
-        handle = submit_long(engine)  # in the inbox: the engine stands at the gate
-        handle.cancel()
-        gate.let(1)
-        gate.arrival()
-        assert_cancelled(handle, 0)
-
-
-def test_before_the_first_step_of_all(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        with engine.pause():
-            handle = submit_long(engine)
-            handle.cancel()
-            assert_cancelled(handle, 0)
-        assert engine.stats().steps == 0
-
-
-def test_waiting(llama: PreTrainedModel) -> None:
-    with served(llama, max_batch_size=1) as (engine, gate, _):
+@pytest.mark.parametrize(
+    ("seats", "steps", "running", "waiting", "num_tokens"),
+    [
+        pytest.param(8, 0, 1, 0, 0, id="in the inbox"),
+        pytest.param(1, 2, 1, 1, 0, id="waiting"),
+        pytest.param(8, 5, 2, 0, 5, id="running"),  # the first of the six steps is the neighbour's, the sixth still counts
+    ],
+)
+def test_its_neighbour_goes_on_alone(
+    llama: PreTrainedModel, seats: int, steps: int, running: int, waiting: int, num_tokens: int
+) -> None:
+    with served(llama, max_batch_size=seats) as (engine, gate):
         handle = submit_long(engine)
-        gate.let(2)
-        gate.arrival()
-        assert (engine.stats().running, engine.stats().waiting) == (1, 1)
+        if steps:
+            gate.after(steps)
+        assert (engine.stats().running, engine.stats().waiting) == (running, waiting)
         handle.cancel()
-        gate.let(1)
-        gate.arrival()
-        assert_cancelled(handle, 0)
-
-
-def test_running(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
-        handle = submit_long(engine)
-        gate.let(5)
-        gate.arrival()
-        handle.cancel()
-        gate.let(1)
-        (row,) = gate.arrival().rows
-        assert_cancelled(handle, 5)  # the first of the six steps was the neighbour's, the sixth still counts
+        (row,) = gate.after(1).rows
+        assert_cancelled(handle, num_tokens)
         assert engine.stats().blocks_used == len(row.memory.block_table)
 
 
+def test_before_the_first_step_of_all(engine: Engine) -> None:
+    with engine.pause():
+        handle = submit_long(engine)
+        handle.cancel()
+        assert_cancelled(handle, 0)
+    assert engine.stats().steps == 0
+
+
 def test_between_the_chunks_of_its_prompt(llama: PreTrainedModel) -> None:
-    with served(llama, max_batch_tokens=8) as (engine, gate, _):
+    with served(llama, max_batch_tokens=8) as (engine, gate):
         handle = submit_long(engine)
         gate.let(len(rows()[NEIGHBOUR].prompt) // 8 + 2)
         chunk = gate.arrival().rows[-1]
@@ -95,8 +79,7 @@ def test_between_the_chunks_of_its_prompt(llama: PreTrainedModel) -> None:
         assert chunk.start > 0
         assert not chunk.num_logits
         handle.cancel()
-        gate.let(1)
-        gate.arrival()
+        gate.after(1)
         assert_cancelled(handle, 0)
 
 
@@ -109,39 +92,35 @@ def test_preempted(llama: PreTrainedModel) -> None:
             gate.let(1)
         assert second.tokens
         second.cancel()
-        gate.let(1)
-        gate.arrival()
+        gate.after(1)
         assert_cancelled(second, len(second.tokens))
         gate.let(math.inf)
         assert first.result().tokens == long_row().tokens
 
 
-def test_finished(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        handle = submit(engine, rows()[0])
-        result = handle.result()
-        handle.cancel()
-        assert handle.result() == result
-        assert list(handle) == list(result.tokens) == list(rows()[0].tokens)
-        assert submit(engine, rows()[1]).result().tokens == rows()[1].tokens
-        assert engine.stats().finished == {FinishReason.LENGTH: 2}
+def test_finished(engine: Engine) -> None:
+    handle = submit(engine, rows()[0])
+    result = handle.result()
+    handle.cancel()
+    assert handle.result() == result
+    assert list(handle) == list(result.tokens) == list(rows()[0].tokens)
+    assert submit(engine, rows()[1]).result().tokens == rows()[1].tokens
+    assert engine.stats().finished == {FinishReason.LENGTH: 2}
 
 
 def test_twice_and_from_many_threads(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
+    with served(llama) as (engine, gate):
         handle = submit_long(engine)
-        gate.let(2)
-        gate.arrival()
+        gate.after(2)
         assert together([handle.cancel] * 8) == [None] * 8
         handle.cancel()
-        gate.let(1)
-        gate.arrival()
+        gate.after(1)
         handle.cancel()
         assert_cancelled(handle, 2)
 
 
 def test_while_others_wait_for_it(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
+    with served(llama) as (engine, gate):
         handle = submit_long(engine)
 
         def cancel() -> None:
@@ -154,53 +133,42 @@ def test_while_others_wait_for_it(llama: PreTrainedModel) -> None:
         assert len({id(end) for end in ends}) == 8  # each its own: a traceback is not shared between threads
 
 
-def test_while_paused(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        handle = submit_long(engine)
-        gate.let(math.inf)
-        wait_until(lambda: handle.tokens)
-        with engine.pause():
-            assert engine.stats().blocks_used > 0
-            steps = engine.stats().steps
-            handle.cancel()
-            assert_cancelled(handle, len(handle.tokens))
-            assert engine.stats().blocks_used == 0
-            assert engine.stats().steps == steps
+def test_while_paused(engine: Engine, gate: Gate) -> None:
+    handle = submit_long(engine)
+    gate.let(math.inf)
+    wait_until(lambda: handle.tokens)
+    with engine.pause():
+        assert engine.stats().blocks_used > 0
+        steps = engine.stats().steps
+        handle.cancel()
+        assert_cancelled(handle, len(handle.tokens))
+        assert engine.stats().blocks_used == 0
+        assert engine.stats().steps == steps
 
 
-def test_dropped_without_being_read(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
+@pytest.mark.parametrize("steps", [0, 3])
+def test_dropped_without_being_read(llama: PreTrainedModel, steps: int) -> None:
+    with served(llama) as (engine, gate):
         handle = submit_long(engine)
-        gate.let(3)
-        gate.arrival()
+        if steps:
+            gate.after(steps)
         del handle
         gc.collect()
-        gate.let(2)
-        running = {row.request_id for row in gate.arrival().rows}
-        assert len(running) == 1
+        assert len(gate.after(1).rows) == 1
 
 
-def test_dropped_in_the_inbox(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
-        submit_long(engine)
+def test_dropped_while_paused(engine: Engine) -> None:
+    handle = submit_long(engine)
+    next(iter(handle))
+    with engine.pause():
+        del handle
         gc.collect()
-        gate.let(1)
-        assert len(gate.arrival().rows) == 1
-
-
-def test_dropped_while_paused(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        handle = submit_long(engine)
-        next(iter(handle))
-        with engine.pause():
-            del handle
-            gc.collect()
-        wait_until(lambda: engine.stats().finished == {FinishReason.CANCELLED: 1})
-        assert engine.stats().blocks_used == 0
+    wait_until(lambda: engine.stats().finished == {FinishReason.CANCELLED: 1})
+    assert engine.stats().blocks_used == 0
 
 
 def test_abandoned_iterator(llama: PreTrainedModel) -> None:
-    with served(llama) as (engine, gate, _):
+    with served(llama) as (engine, gate):
         gate.let(math.inf)
         for token in submit_long(engine):
             assert token == long_row().tokens[0]
@@ -208,10 +176,9 @@ def test_abandoned_iterator(llama: PreTrainedModel) -> None:
         gc.collect()
 
 
-def test_a_held_handle_outlives_its_iterators(llama: PreTrainedModel) -> None:
+def test_a_held_handle_outlives_its_iterators(engine: Engine) -> None:
     row = rows()[5]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        handle = submit(engine, row)
-        assert next(iter(handle)) == row.tokens[0]
-        gc.collect()
-        assert tuple(handle) == row.tokens
+    handle = submit(engine, row)
+    assert next(iter(handle)) == row.tokens[0]
+    gc.collect()
+    assert tuple(handle) == row.tokens

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import inside
 import pytest
-from serving import SMALL, Gate, ask, long_row, rows, submit, submit_long, tiny_llama, together, wait_until
+from serving import SMALL, Gate, ask, assert_ends, doors, long_row, rows, submit, submit_long, tiny_llama, together, wait_until
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb import EngineClosedError, FinishReason, GenerationHandle, RequestCancelledError
+from hf_cb import Engine, EngineClosedError, FinishReason, GenerationHandle, RequestCancelledError
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -92,33 +92,25 @@ def test_generate_while_it_is_uninstalled(llama: PreTrainedModel) -> None:
     assert not engine_threads()
 
 
-def test_afterwards_every_door_is_closed(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        row = rows()[0]
-        assert ask(llama, row) == row.tokens
-        engine.shutdown()
-        engine.shutdown(drain=False)
-        for call in (
-            lambda: engine.submit(row.prompt),
-            lambda: engine.generate_batch([row.prompt]),
-            lambda: ask(llama, row),
-            lambda: engine.pause().__enter__(),
-        ):
-            with pytest.raises(EngineClosedError):
-                call()
-        assert engine.stats().finished == {FinishReason.LENGTH: 1}
+def test_afterwards_every_door_is_closed(llama: PreTrainedModel, engine: Engine) -> None:
+    row = rows()[0]
+    assert ask(llama, row) == row.tokens
+    engine.shutdown()
+    engine.shutdown(drain=False)
+    for call in doors(llama, engine):
+        with pytest.raises(EngineClosedError):
+            call()
+    assert engine.stats().finished == {FinishReason.LENGTH: 1}
 
 
 def test_running_and_waiting_end_when_it_does_not_drain(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, max_batch_size=1, **SMALL) as engine, Gate(engine) as gate:
         handles = [submit_long(engine) for _ in range(3)]
-        gate.let(3)
-        gate.arrival()
+        gate.after(3)
         closing = threading.Thread(target=engine.shutdown, daemon=True)  # drains, and would for long
         closing.start()
         wait_until(lambda: inside.closing(engine))
-        gate.let(1)
-        gate.arrival()
+        gate.after(1)
         impatient = threading.Thread(target=engine.shutdown, kwargs={"drain": False}, daemon=True)
         impatient.start()
         wait_until(lambda: inside.closing(engine) == "now")
@@ -127,23 +119,13 @@ def test_running_and_waiting_end_when_it_does_not_drain(llama: PreTrainedModel) 
         impatient.join()
         assert [len(handle.tokens) for handle in handles] == [5, 0, 0]
         for handle in handles:
-            with pytest.raises(EngineClosedError, match="shut down before"):
-                handle.result()
-            with pytest.raises(EngineClosedError):
-                list(handle)
+            assert_ends(handle, EngineClosedError, "shut down before")
 
 
-def test_many_close_it_at_once(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        handle = submit(engine, rows()[3])
-        assert together([engine.shutdown] * NUM_THREADS) == [None] * NUM_THREADS
-        assert handle.result().tokens == rows()[3].tokens
-
-
-def test_no_request_at_all(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        assert engine.stats().steps == 0
-        engine.shutdown()
+def test_many_close_it_at_once(engine: Engine) -> None:
+    handle = submit(engine, rows()[3])
+    assert together([engine.shutdown] * NUM_THREADS) == [None] * NUM_THREADS
+    assert handle.result().tokens == rows()[3].tokens
 
 
 @pytest.mark.parametrize("handle_is_kept", [True, False])
@@ -173,19 +155,20 @@ def test_only_one_of_many_installs_or_uninstalls(llama: PreTrainedModel, action:
         hf_cb.uninstall(llama)
 
 
-def test_a_thread_that_cannot_start_leaves_nothing_behind(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_leaves_nothing_behind(
+    llama: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = rows()[2]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
 
-        def refuse(thread: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(RuntimeError, match="can't start"):
-                engine.submit(row.prompt, max_new_tokens=4)
-        assert ask(llama, row) == row.tokens
-        assert engine.stats().finished == {FinishReason.LENGTH: 1}  # the refused one did not come along
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            engine.submit(row.prompt, max_new_tokens=4)
+    assert ask(llama, row) == row.tokens
+    assert engine.stats().finished == {FinishReason.LENGTH: 1}  # the refused one did not come along
 
 
 def test_cancel_after_the_end_of_the_engine(llama: PreTrainedModel) -> None:

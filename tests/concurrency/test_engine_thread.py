@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import inside
 import pytest
 import torch
-from serving import SMALL, Gate, ask, plain, rows, submit
+from serving import SMALL, Gate, ask, doors, plain, rows, submit
 from torch import nn
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb import RequestFailedError, UnsupportedCallError
-from hf_cb.core.output import SchedulerOutput, StepResult
+from hf_cb import Engine, RequestFailedError, UnsupportedCallError
 
 pytestmark = pytest.mark.timeout(20)
 
 
-def test_every_call_that_would_wait(llama: PreTrainedModel) -> None:
-    row = rows()[6]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        runner = inside.runner(engine)
-        execute, refusals = runner.execute, []
+def test_every_call_that_would_wait(llama: PreTrainedModel, engine: Engine, gate: Gate) -> None:
+    row, refusals = rows()[6], []
+    handle = submit(engine, row)
+    gate.arrival()
 
-        def call_back(output: SchedulerOutput) -> StepResult:
-            runner.execute = execute
-            for call in (
-                lambda: engine.submit(row.prompt),
-                lambda: engine.generate_batch([row.prompt]),
-                lambda: ask(llama, row),
-                lambda: engine.pause().__enter__(),
-            ):
-                with pytest.raises(UnsupportedCallError) as refusal:
-                    call()
-                refusals.append(str(refusal.value))
-            return execute(output)
+    def call_back() -> None:
+        for call in doors(llama, engine):
+            with pytest.raises(UnsupportedCallError) as refusal:
+                call()
+            refusals.append(str(refusal.value))
 
-        runner.execute = call_back
-        assert ask(llama, row) == row.tokens
-        assert len(refusals) == 4
-        assert all("engine's own thread" in refusal for refusal in refusals)
-        assert ask(llama, row) == row.tokens
+    gate.act(call_back)
+    assert handle.result().tokens == row.tokens
+    assert len(refusals) == 4
+    assert all("engine's own thread" in refusal for refusal in refusals)
+    assert ask(llama, row) == row.tokens
 
 
 def test_a_module_that_generates(llama: PreTrainedModel) -> None:
@@ -63,39 +53,25 @@ def test_a_module_that_generates(llama: PreTrainedModel) -> None:
         assert ask(llama, row) == row.tokens
 
 
-def test_a_rebuilding(llama: PreTrainedModel) -> None:
+def test_a_rebuilding(llama: PreTrainedModel, engine: Engine, gate: Gate) -> None:
     row = rows()[6]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        handle = submit(engine, row)
-        gate.arrival()
-        llama.lm_head = nn.Linear(llama.lm_head.in_features, llama.lm_head.out_features, bias=False)
-        execute = gate._execute
+    handle = submit(engine, row)
+    gate.arrival()
+    llama.lm_head = nn.Linear(llama.lm_head.in_features, llama.lm_head.out_features, bias=False)
 
-        def call_back(output: SchedulerOutput) -> StepResult:
-            gate._execute = execute
-            with pytest.raises(UnsupportedCallError, match="engine's own thread"):
-                ask(llama, row)
-            return execute(output)
+    def call_back() -> None:
+        with pytest.raises(UnsupportedCallError, match="engine's own thread"):
+            ask(llama, row)
 
-        gate._execute = call_back
-        gate.let(float("inf"))
-        assert handle.result().tokens == row.tokens
-        assert ask(llama, row) == plain(llama, row.prompt, len(row.tokens))
+    gate.act(call_back)
+    assert handle.result().tokens == row.tokens
+    assert ask(llama, row) == plain(llama, row.prompt, len(row.tokens))
 
 
-def test_shutdown(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        handle = submit(engine, rows()[6])
-        gate.arrival()
-        execute = gate._execute
-
-        def call_back(output: SchedulerOutput) -> StepResult:
-            gate._execute = execute
-            engine.shutdown()
-            return execute(output)
-
-        gate._execute = call_back
-        gate.let(float("inf"))
-        assert handle.result().tokens == rows()[6].tokens
-        with pytest.raises(hf_cb.EngineClosedError):
-            submit(engine, rows()[6])
+def test_shutdown(engine: Engine, gate: Gate) -> None:
+    handle = submit(engine, rows()[6])
+    gate.arrival()
+    gate.act(engine.shutdown)
+    assert handle.result().tokens == rows()[6].tokens
+    with pytest.raises(hf_cb.EngineClosedError):
+        submit(engine, rows()[6])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import inside
 import pytest
 import torch
-from serving import LONG, SMALL, Gate, ask, long_row, rows, submit, submit_long, together, wait_until
+from serving import LONG, SMALL, Gate, ask, doors, long_row, rows, submit, submit_long, together, wait_until
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb import EngineDeadError, FinishReason, RequestFailedError
+from hf_cb import Engine, EngineDeadError, FinishReason, RequestFailedError
 from hf_cb.core.output import SchedulerOutput, StepResult
 
 pytestmark = pytest.mark.timeout(20)
@@ -46,8 +45,7 @@ def test_a_step_that_fails_once_is_repeated(llama: PreTrainedModel, method: str,
     with hf_cb.continuous_batching(llama, max_batch_size=2, **SMALL) as engine:
         with Gate(engine) as gate:
             handles = [submit(engine, row) for row in rows()[6:10]]
-            gate.let(3)
-            gate.arrival()
+            gate.after(3)
             if method == "execute":
                 raise_once(gate, "_execute", error)
             else:
@@ -58,29 +56,27 @@ def test_a_step_that_fails_once_is_repeated(llama: PreTrainedModel, method: str,
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 @pytest.mark.parametrize("offender", range(6))
-def test_only_the_offender_of_a_step_fails(llama: PreTrainedModel, error: Exception, offender: int) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        with Gate(engine) as gate:
-            handles = [submit(engine, row) for row in rows()[6:12]]
-            gate.let(4)
-            gate.arrival()
-            execute, culprit = gate._execute, handles[offender].request_id
+def test_only_the_offender_of_a_step_fails(llama: PreTrainedModel, engine: Engine, error: Exception, offender: int) -> None:
+    with Gate(engine) as gate:
+        handles = [submit(engine, row) for row in rows()[6:12]]
+        gate.after(4)
+        execute, culprit = gate._execute, handles[offender].request_id
 
-            def fail_with_the_culprit(output: SchedulerOutput) -> StepResult:
-                if any(row.request_id == culprit for row in output.rows):
-                    raise error
-                return execute(output)
+        def fail_with_the_culprit(output: SchedulerOutput) -> StepResult:
+            if any(row.request_id == culprit for row in output.rows):
+                raise error
+            return execute(output)
 
-            gate._execute = fail_with_the_culprit
-        for i, (handle, row) in enumerate(zip(handles, rows()[6:12], strict=True)):
-            if i != offender:
-                assert handle.result().tokens == row.tokens
-        with pytest.raises(RequestFailedError, match=type(error).__name__) as caught:
-            handles[offender].result()
-        assert caught.value.__cause__ is error
-        assert handles[offender].tokens == rows()[6 + offender].tokens[: len(handles[offender].tokens)] != ()
-        assert engine.stats().finished == {FinishReason.FAILED: 1, FinishReason.LENGTH: 5}
-        assert ask(llama, rows()[6]) == rows()[6].tokens
+        gate._execute = fail_with_the_culprit
+    for i, (handle, row) in enumerate(zip(handles, rows()[6:12], strict=True)):
+        if i != offender:
+            assert handle.result().tokens == row.tokens
+    with pytest.raises(RequestFailedError, match=type(error).__name__) as caught:
+        handles[offender].result()
+    assert caught.value.__cause__ is error
+    assert handles[offender].tokens == rows()[6 + offender].tokens[: len(handles[offender].tokens)] != ()
+    assert engine.stats().finished == {FinishReason.FAILED: 1, FinishReason.LENGTH: 5}
+    assert ask(llama, rows()[6]) == rows()[6].tokens
 
 
 def test_a_step_that_fails_whatever_is_left_out(llama: PreTrainedModel) -> None:
@@ -113,28 +109,15 @@ def test_a_step_that_fails_whatever_is_left_out(llama: PreTrainedModel) -> None:
         assert engine.stats().blocks_used == 0
 
 
-def test_every_waiter_has_its_own_exception(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        handle = submit_long(engine)
-        gate.arrival()
-        raise_once(gate, "_execute", Boom())
+def test_every_waiter_has_its_own_exception(engine: Engine, gate: Gate) -> None:
+    handle = submit_long(engine)
+    gate.arrival()
+    raise_once(gate, "_execute", Boom())
 
-        def let() -> None:
-            wait_until(lambda: handle._queue._streaming == 2)
-            gate.let(1)
-
-        *ends, _ = together([handle.result, handle.result, lambda: list(handle), lambda: list(handle), let])
-        assert [type(end) for end in ends] == [RequestFailedError] * 4
-        assert len({id(end) for end in ends}) == 4
-
-
-def test_generate_gets_the_cause(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        raise_once(inside.runner(engine), "execute", Boom("it broke"))
-        with pytest.raises(RequestFailedError, match="it broke") as caught:
-            ask(llama, rows()[0])
-        assert isinstance(caught.value.__cause__, Boom)
-        assert ask(llama, rows()[0]) == rows()[0].tokens
+    let = gate.when(lambda: handle._queue._streaming == 2)
+    *ends, _ = together([handle.result, handle.result, lambda: list(handle), lambda: list(handle), let])
+    assert [type(end) for end in ends] == [RequestFailedError] * 4
+    assert len({id(end) for end in ends}) == 4
 
 
 def test_the_rest_of_a_batch_does_not_go_on_for_nobody(llama: PreTrainedModel) -> None:
@@ -148,56 +131,41 @@ def test_the_rest_of_a_batch_does_not_go_on_for_nobody(llama: PreTrainedModel) -
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
-def test_one_row_whose_logits_are_not_numbers(llama: PreTrainedModel, do_sample: bool) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        runner = inside.runner(engine)
-        sampled = engine.submit(rows()[4].prompt, max_new_tokens=9, do_sample=do_sample, seed=1)
-        gate.arrival()
-        greedy = submit(engine, rows()[5])
-        gate.let(2)
-        output = gate.arrival()
-        forward = runner.forward
+def test_one_row_whose_logits_are_not_numbers(engine: Engine, gate: Gate, do_sample: bool) -> None:
+    runner = inside.runner(engine)
+    sampled = engine.submit(rows()[4].prompt, max_new_tokens=9, do_sample=do_sample, seed=1)
+    gate.arrival()
+    greedy = submit(engine, rows()[5])
+    output = gate.after(2)
+    forward = runner.forward
 
-        def poisoned(batch: Any) -> torch.Tensor:
-            logits = forward(batch)
-            logits[batch.sampling_ids.index(sampled.request_id)] = float("nan")
-            return logits
+    def poisoned(batch: Any) -> torch.Tensor:
+        logits = forward(batch)
+        logits[batch.sampling_ids.index(sampled.request_id)] = float("nan")
+        return logits
 
-        assert len(output.rows) == 2
-        runner.forward = poisoned
-        gate.let(1)
-        gate.arrival()
-        runner.forward = forward
-        gate.let(float("inf"))
-        with pytest.raises(RequestFailedError):
-            sampled.result()
-        assert greedy.result().tokens == rows()[5].tokens
-        assert engine.stats().finished == {FinishReason.FAILED: 1, FinishReason.LENGTH: 1}
+    assert len(output.rows) == 2
+    runner.forward = poisoned
+    gate.after(1)
+    runner.forward = forward
+    gate.let(float("inf"))
+    with pytest.raises(RequestFailedError):
+        sampled.result()
+    assert greedy.result().tokens == rows()[5].tokens
+    assert engine.stats().finished == {FinishReason.FAILED: 1, FinishReason.LENGTH: 1}
 
 
-def _nothing(output: SchedulerOutput) -> StepResult:
-    return StepResult({})
+@pytest.mark.parametrize("cause", [EngineDeadError, torch.AcceleratorError, SystemExit])
+def test_an_engine_that_dies(llama: PreTrainedModel, cause: type[BaseException]) -> None:
+    def execute(output: SchedulerOutput) -> StepResult:
+        if cause is EngineDeadError:  # the engine's own, of a step that answers nothing
+            return StepResult({})
+        raise cause("lost")
 
-
-def _lost(output: SchedulerOutput) -> StepResult:
-    raise torch.AcceleratorError("device lost")
-
-
-def _exit(output: SchedulerOutput) -> StepResult:
-    raise SystemExit("odd")
-
-
-@pytest.mark.parametrize(
-    ("execute", "cause"), [(_nothing, EngineDeadError), (_lost, torch.AcceleratorError), (_exit, SystemExit)]
-)
-def test_an_engine_that_dies(
-    llama: PreTrainedModel, execute: Callable[[SchedulerOutput], StepResult], cause: type[BaseException]
-) -> None:
     engine = hf_cb.install(llama, max_batch_size=1, **SMALL)
     with Gate(engine) as gate:
         running, waiting = submit_long(engine), submit_long(engine)
-        gate.let(2)
-        gate.arrival()
+        gate.after(2)
         unseen = submit_long(engine)  # still in the inbox
 
         async def wait() -> None:
@@ -221,33 +189,24 @@ def test_an_engine_that_dies(
         assert isinstance(end.__cause__, cause)
     assert running.tokens == long_row().tokens[:2]
 
-    for call in (lambda: submit_long(engine), generate, lambda: engine.pause().__enter__()):
+    for call in doors(llama, engine):
         with pytest.raises(EngineDeadError) as caught:
             call()
         assert isinstance(caught.value.__cause__, cause)
-    assert ask_in_thread_after_reinstall(llama) == rows()[0].tokens
+    hf_cb.uninstall(llama)
+    with hf_cb.continuous_batching(llama, **SMALL):
+        assert together([lambda: ask(llama, rows()[0])]) == [rows()[0].tokens]
 
 
-def ask_in_thread_after_reinstall(model: PreTrainedModel) -> object:
-    hf_cb.uninstall(model)
-    with hf_cb.continuous_batching(model, **SMALL):
-        return together([lambda: ask(model, rows()[0])])[0]
+def test_an_engine_that_dies_while_others_pause_it(engine: Engine, gate: Gate) -> None:
+    handle = submit_long(engine)
+    gate.arrival()
+    gate._execute = lambda output: StepResult({})
 
+    def pause() -> None:
+        with engine.pause():
+            pass
 
-def test_an_engine_that_dies_while_others_pause_it(llama: PreTrainedModel) -> None:
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        handle = submit_long(engine)
-        gate.arrival()
-        gate._execute = _nothing
-
-        def pause() -> None:
-            with engine.pause():
-                pass
-
-        def let() -> None:
-            wait_until(lambda: inside.num_pauses(engine) == 2)
-            gate.let(1)
-
-        *ends, _ = together([pause, pause, let])
-        assert [type(end) for end in ends] == [EngineDeadError] * 2
-        assert handle.done
+    *ends, _ = together([pause, pause, gate.when(lambda: inside.num_pauses(engine) == 2)])
+    assert [type(end) for end in ends] == [EngineDeadError] * 2
+    assert handle.done

@@ -11,12 +11,11 @@ import random
 import threading
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import inside
 import models
 import pytest
-import torch
 from faults import KINDS, Faults, Site, at_random, once, recorded
 from serving import plain, rows, submit, together
 from transformers import PreTrainedModel
@@ -28,6 +27,7 @@ from hf_cb.hf import build
 pytestmark = pytest.mark.timeout(300)
 
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 32, "max_batch_tokens": 48, "max_batch_size": 6, "queue_timeout": 30.0}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 40}
 SOON = 10.0  # seconds
 # What these call is done for one request, which alone ends by it.
 FOR_ONE = frozenset({"_add", "_expire_one", "_for_one", "_emit", "_end", "add", "admit", "close", "give", "open"})
@@ -47,26 +47,21 @@ def served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampled(engine: Engine, index: int, length: int) -> GenerationHandle:
-    return submit(engine, rows()[index], max_new_tokens=length, do_sample=True, temperature=0.8, top_k=40, seed=index)
-
-
-def truth_of_sampled(index: int) -> tuple[int, ...]:
-    row = rows()[index]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(index)
-        return plain(models.tiny("llama"), row.prompt, len(row.tokens), do_sample=True, temperature=0.8, top_k=40)
+    return submit(engine, rows()[index], max_new_tokens=length, seed=index, **SAMPLING)
 
 
 @pytest.fixture(scope="module")
 def truths() -> dict[int, tuple[int, ...]]:
-    return {index: truth_of_sampled(index) for index in range(8, 12)}
+    """Of `sampled`."""
+    model, some = models.tiny("llama"), [(index, rows()[index]) for index in range(8, 12)]
+    return {index: plain(model, row.prompt, len(row.tokens), seed=index, **SAMPLING) for index, row in some}
 
 
-class Asked:
+class Asked(NamedTuple):
     """A request and the tokens that it is to have."""
 
-    def __init__(self, handle: GenerationHandle, tokens: tuple[int, ...]) -> None:
-        self.handle, self.tokens = handle, tokens
+    handle: GenerationHandle
+    tokens: tuple[int, ...]
 
     def failure(self) -> BaseException | None:
         """What it ended with, if that was a failure; else its tokens are right, as far as they go. Fails if it doesn't end."""

@@ -28,7 +28,7 @@ atexit.register(lambda: print(sum(thread.name == "hf_cb-engine" for thread in th
 import torch
 torch.set_num_threads(1)
 import hf_cb
-from serving import LONG, SMALL, ask, long_row, rows, submit, submit_long, tiny_llama, wait_until
+from serving import LONG, SMALL, ask, doors, long_row, rows, submit, submit_long, tiny_llama, wait_until
 
 long_row(), rows()  # computed here, not while somebody waits for what needs them
 
@@ -133,14 +133,7 @@ wait_until(lambda: running.tokens)
 child = os.fork()
 if child == 0:
     began = time.monotonic()
-    for call in (
-        lambda: ask(model, row),
-        lambda: submit(engine, row),
-        lambda: engine.generate_batch([row.prompt]),
-        lambda: running.result(),
-        lambda: list(running),
-        lambda: engine.pause().__enter__(),
-    ):
+    for call in (*doors(model, engine), running.result, lambda: list(running)):
         try:
             call()
         except hf_cb.EngineDeadError as error:

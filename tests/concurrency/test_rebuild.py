@@ -9,11 +9,10 @@ from collections.abc import Callable
 import inside
 import pytest
 import torch
-from serving import SMALL, Gate, Row, ask, long_row, plain, rows, submit, submit_long, together, wait_until
+from serving import SMALL, Gate, Recorder, Row, ask, long_row, plain, rows, submit, submit_long, together, wait_until
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import hf_cb
 from hf_cb import Engine, RequestFailedError
@@ -41,57 +40,36 @@ def wrap_module(model: PreTrainedModel) -> None:
 CHANGES = [replace_module, replace_parameter, wrap_module]
 
 
-class Streamer(BaseStreamer):
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-
-    def put(self, value: torch.Tensor) -> None:
-        self._tokens.extend(value.flatten().tolist())
-
-    def end(self) -> None:
-        pass
-
-
-def by_generate(model: PreTrainedModel, engine: Engine, row: Row) -> tuple[int, ...]:
-    return ask(model, row)
-
-
-def by_submit(model: PreTrainedModel, engine: Engine, row: Row) -> tuple[int, ...]:
-    return submit(engine, row).result().tokens
-
-
-def by_batch(model: PreTrainedModel, engine: Engine, row: Row) -> tuple[int, ...]:
-    return engine.generate_batch([row.prompt], max_new_tokens=len(row.tokens))[0].tokens
+WAYS: dict[str, Callable[[PreTrainedModel, Engine, Row], tuple[int, ...]]] = {
+    "generate": lambda model, engine, row: ask(model, row),
+    "submit": lambda model, engine, row: submit(engine, row).result().tokens,
+    "batch": lambda model, engine, row: engine.generate_batch([row.prompt], max_new_tokens=len(row.tokens))[0].tokens,
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("call", [by_generate, by_submit, by_batch])
+@pytest.mark.parametrize("call", WAYS.values(), ids=WAYS)
 def test_the_next_call_sees_it(
-    llama: PreTrainedModel, change: Callable[[PreTrainedModel], None], call: Callable[..., tuple[int, ...]]
+    llama: PreTrainedModel, engine: Engine, change: Callable[[PreTrainedModel], None], call: Callable[..., tuple[int, ...]]
 ) -> None:
     row = rows()[6]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        assert call(llama, engine, row) == row.tokens
-        change(llama)
-        truth = plain(llama, row.prompt, len(row.tokens))
-        assert truth != row.tokens
-        assert call(llama, engine, row) == truth
-        assert engine.stats().native_calls == {}
+    assert call(llama, engine, row) == row.tokens
+    change(llama)
+    truth = plain(llama, row.prompt, len(row.tokens))
+    assert truth != row.tokens
+    assert call(llama, engine, row) == truth
+    assert engine.stats().native_calls == {}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_with_calls_in_flight(llama: PreTrainedModel, change: Callable[[PreTrainedModel], None]) -> None:
     with hf_cb.continuous_batching(llama, max_batch_size=2, **SMALL) as engine, Gate(engine) as gate:
         before = [submit(engine, row) for row in (long_row(), *rows()[:3])]  # two run and two wait
-        gate.let(3)
-        gate.arrival()
+        gate.after(3)
         change(llama)
         truths = [plain(llama, row.prompt, len(row.tokens)) for row in rows()]
 
-        def let() -> None:
-            wait_until(lambda: inside.inbox(engine))  # the rebuilt twin waits for those in flight
-            gate.let(float("inf"))
-
+        let = gate.when(lambda: inside.inbox(engine))  # the rebuilt twin waits for those in flight
         *after, _ = together([*(lambda row=row: ask(llama, row) for row in rows()), let])
         assert after == truths
         # Those in flight end with what they began with.
@@ -108,8 +86,7 @@ def test_a_change_that_cannot_be_served(llama: PreTrainedModel) -> None:
     with hf_cb.continuous_batching(llama, max_batch_size=2, **SMALL) as engine, Gate(engine) as gate:
         worker = inside.worker(engine)
         before = [submit(engine, row) for row in rows()[:3]]
-        gate.let(2)
-        gate.arrival()
+        gate.after(2)
         hook = add_hook(llama, lambda output: -output)
         truths = [plain(llama, row.prompt, len(row.tokens)) for row in rows()[:8]]
 
@@ -126,12 +103,12 @@ def test_a_change_that_cannot_be_served(llama: PreTrainedModel) -> None:
         with pytest.raises(hf_cb.UnsupportedModelError, match="hooks"):
             submit(engine, rows()[0])
         hook.remove()
-        assert by_submit(llama, engine, rows()[0]) == rows()[0].tokens
+        assert submit(engine, rows()[0]).result().tokens == rows()[0].tokens
         assert ask(llama, rows()[1]) == rows()[1].tokens
         assert sum(engine.stats().native_calls.values()) == 8
 
 
-def test_changes_to_and_fro_while_calls_come_in(llama: PreTrainedModel) -> None:
+def test_changes_to_and_fro_while_calls_come_in(llama: PreTrainedModel, engine: Engine) -> None:
     """Which call runs natively is a matter of moments; none fails, and none is wrong."""
     stop = threading.Event()
 
@@ -139,10 +116,10 @@ def test_changes_to_and_fro_while_calls_come_in(llama: PreTrainedModel) -> None:
         done = 0
         while not stop.is_set():
             row = rows()[(first + done) % len(rows())]
-            streamed: list[int] = []
-            streamer = Streamer(streamed) if done % 2 else None
+            streamer = Recorder() if done % 2 else None
             assert ask(llama, row, streamer=streamer) == row.tokens
-            assert not streamer or tuple(streamed) == (*row.prompt, *row.tokens)
+            if streamer:
+                streamer.assert_whole(row)
             done += 1
         return done
 
@@ -157,11 +134,10 @@ def test_changes_to_and_fro_while_calls_come_in(llama: PreTrainedModel) -> None:
         finally:
             stop.set()
 
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        results = together([*(lambda i=i: serve(i) for i in range(8)), change])
-        assert all(isinstance(result, int) and result for result in results), results
-        assert ask(llama, rows()[0]) == rows()[0].tokens
-        assert engine.stats().native_calls
+    results = together([*(lambda i=i: serve(i) for i in range(8)), change])
+    assert all(isinstance(result, int) and result for result in results), results
+    assert ask(llama, rows()[0]) == rows()[0].tokens
+    assert engine.stats().native_calls
 
 
 def test_a_pool_that_shrinks_after_the_check(llama: PreTrainedModel) -> None:
@@ -191,66 +167,63 @@ def test_it_is_rebuilt_once_for_all(llama: PreTrainedModel, monkeypatch: pytest.
     assert len(made) == 1 + len(CHANGES)
 
 
-def test_cancelled_and_timed_out_behind_the_rebuilding(llama: PreTrainedModel) -> None:
+def test_cancelled_and_timed_out_behind_the_rebuilding(llama: PreTrainedModel, engine: Engine, gate: Gate) -> None:
     """They need not wait for what they will not use."""
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        before = submit_long(engine)
-        gate.arrival()
-        replace_module(llama)
-        row = rows()[1]
+    before = submit_long(engine)
+    gate.arrival()
+    replace_module(llama)
+    row = rows()[1]
 
-        def end_early() -> None:
-            wait_until(lambda: inside.inbox(engine))
-            requests = [inside.request(engine, row.prompt, timeout=timeout) for timeout in (None, 0.01)]
-            cancelled, timed_out = inside.intake(engine).submit(requests)
-            cancelled.cancel()
-            time.sleep(0.01)
-            gate.let(1)
-            gate.arrival()
-            with pytest.raises(hf_cb.RequestCancelledError):
-                cancelled.result(timeout=5)
-            with pytest.raises(hf_cb.RequestTimeoutError, match="deadline"):
-                timed_out.result(timeout=5)
-            assert not before.done
-            before.cancel()
-            gate.let(float("inf"))
+    def end_early() -> None:
+        wait_until(lambda: inside.inbox(engine))
+        requests = [inside.request(engine, row.prompt, timeout=timeout) for timeout in (None, 0.01)]
+        cancelled, timed_out = inside.intake(engine).submit(requests)
+        cancelled.cancel()
+        time.sleep(0.01)
+        gate.after(1)
+        with pytest.raises(hf_cb.RequestCancelledError):
+            cancelled.result(timeout=5)
+        with pytest.raises(hf_cb.RequestTimeoutError, match="deadline"):
+            timed_out.result(timeout=5)
+        assert not before.done
+        before.cancel()
+        gate.let(float("inf"))
 
-        new, _ = together([lambda: ask(llama, row), end_early])
-        assert new == plain(llama, row.prompt, len(row.tokens))
+    new, _ = together([lambda: ask(llama, row), end_early])
+    assert new == plain(llama, row.prompt, len(row.tokens))
 
 
-def test_a_change_between_the_check_and_the_submit(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_between_the_check_and_the_submit(
+    llama: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = rows()[6]
-    streamed: list[int] = []
+    recorder = Recorder()
 
     def change() -> None:
         monkeypatch.undo()
         add_hook(llama, lambda output: None)
         assert together([lambda: ask(llama, rows()[1])]) == [rows()[1].tokens]
 
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        monkeypatch.setattr("hf_cb.intake.release_pool", change)
-        assert ask(llama, row, streamer=Streamer(streamed)) == row.tokens
-        assert tuple(streamed) == (*row.prompt, *row.tokens)
-        assert sum(engine.stats().native_calls.values()) == 2
+    monkeypatch.setattr("hf_cb.intake.release_pool", change)
+    assert ask(llama, row, streamer=recorder) == row.tokens
+    recorder.assert_whole(row)
+    assert sum(engine.stats().native_calls.values()) == 2
 
 
-def test_another_dtype_with_calls_in_flight(llama: PreTrainedModel) -> None:
+def test_another_dtype_with_calls_in_flight(llama: PreTrainedModel, engine: Engine, gate: Gate) -> None:
     """`to()` changes the shared parameters under the steps: those calls end, one way or the other, and no new call is wrong."""
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        before = [submit(engine, row) for row in rows()[:4]]
-        gate.let(3)
-        gate.arrival()
-        llama.to(torch.float64)
-        truths = [plain(llama, row.prompt, len(row.tokens)) for row in rows()[:4]]
-        gate.let(float("inf"))
-        assert together([lambda row=row: ask(llama, row) for row in rows()[:4]]) == truths
-        for handle, row in zip(before, rows(), strict=False):
-            try:
-                assert handle.result().tokens == row.tokens
-            except RequestFailedError:
-                assert handle.tokens == row.tokens[: len(handle.tokens)]
-        assert engine.stats().blocks_used == 0
+    before = [submit(engine, row) for row in rows()[:4]]
+    gate.after(3)
+    llama.to(torch.float64)
+    truths = [plain(llama, row.prompt, len(row.tokens)) for row in rows()[:4]]
+    gate.let(float("inf"))
+    assert together([lambda row=row: ask(llama, row) for row in rows()[:4]]) == truths
+    for handle, row in zip(before, rows(), strict=False):
+        try:
+            assert handle.result().tokens == row.tokens
+        except RequestFailedError:
+            assert handle.tokens == row.tokens[: len(handle.tokens)]
+    assert engine.stats().blocks_used == 0
 
 
 def test_a_rebuilding_that_fails_is_tried_again(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,11 +237,10 @@ def test_a_rebuilding_that_fails_is_tried_again(llama: PreTrainedModel, monkeypa
         assert ask(llama, row) == plain(llama, row.prompt, len(row.tokens))
 
 
-def test_rebuilt_by_a_caller_under_autocast(llama: PreTrainedModel) -> None:
+def test_rebuilt_by_a_caller_under_autocast(llama: PreTrainedModel, engine: Engine) -> None:
     row = rows()[6]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine:
-        replace_module(llama)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            ask(llama, row)
-        assert ask(llama, row) == plain(llama, row.prompt, len(row.tokens))
-        assert sum(engine.stats().native_calls.values()) == 1
+    replace_module(llama)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ask(llama, row)
+    assert ask(llama, row) == plain(llama, row.prompt, len(row.tokens))
+    assert sum(engine.stats().native_calls.values()) == 1

@@ -74,18 +74,13 @@ def test_those_who_wait_share_one(slow: Slow) -> None:
 
 
 def test_calls_one_after_another_look_each_for_themselves(slow: Slow) -> None:
+    """And what one raises, no other does."""
     slow.may_end.release(100)
     look = SharedLook()
-    for truth in (True, False, True):
+    for truth in (True, False, ValueError("broken"), True):
         slow.truth = truth
-        assert look(slow) is truth
-
-
-def test_a_look_that_fails_fails_for_its_own_caller_only(slow: Slow) -> None:
-    slow.may_end.release(100)
-    look = SharedLook()
-    slow.truth = ValueError("broken")
-    with pytest.raises(ValueError, match="broken"):
-        look(slow)
-    slow.truth = True
-    assert look(slow) is True
+        if isinstance(truth, Exception):
+            with pytest.raises(ValueError, match="broken"):
+                look(slow)
+        else:
+            assert look(slow) is truth

@@ -8,9 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import models
 import pytest
-import torch
 from serving import Row, ask, plain, rows, submit, together
 from transformers import PreTrainedModel
 
@@ -28,16 +26,6 @@ Act = Callable[[PreTrainedModel, Engine, Row, random.Random], None]
 
 def sampling(index: int) -> dict[str, float]:
     return {"temperature": 0.7 + 0.1 * index, "top_k": 40, "top_p": 0.95}
-
-
-def sampled_truths() -> list[tuple[int, ...]]:
-    model = models.tiny("llama")
-    truths = []
-    for i, row in enumerate(rows()[:SAMPLED]):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(i)
-            truths.append(plain(model, row.prompt, len(row.tokens), do_sample=True, **sampling(i)))
-    return truths
 
 
 def generate(model: PreTrainedModel, engine: Engine, row: Row, chance: random.Random) -> None:
@@ -111,7 +99,8 @@ ACTS: dict[Act, int] = {
 
 
 def test_everything_at_once(llama: PreTrainedModel) -> None:
-    truths = sampled_truths()
+    some = enumerate(rows()[:SAMPLED])
+    truths = [plain(llama, row.prompt, len(row.tokens), seed=i, do_sample=True, **sampling(i)) for i, row in some]
     assert all(truth != row.tokens for truth, row in zip(truths, rows(), strict=False))
     options = {"block_size": 4, "num_blocks": 40, "max_batch_tokens": 48, "max_batch_size": 12}
     with hf_cb.continuous_batching(llama, **options) as engine:

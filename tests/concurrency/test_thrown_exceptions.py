@@ -16,7 +16,7 @@ from serving import LONG, SMALL, Gate, ask, long_row, plain, rows, submit, submi
 from transformers import PreTrainedModel
 
 import hf_cb
-from hf_cb import FinishReason
+from hf_cb import Engine, FinishReason
 from hf_cb.blocking import holding
 
 pytestmark = pytest.mark.timeout(30)
@@ -59,52 +59,50 @@ def assert_stopped(waiters: list[Waiter]) -> None:
     assert [type(waiter.outcome) for waiter in waiters] == [Stop] * len(waiters)
 
 
-def test_whoever_waits_for_tokens(llama: PreTrainedModel) -> None:
+def test_whoever_waits_for_tokens(llama: PreTrainedModel, engine: Engine, gate: Gate) -> None:
     """Their requests are cancelled, and give their blocks back; the neighbour goes on."""
     neighbour = rows()[7]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        other = submit(engine, neighbour)
-        gate.arrival()
-        handles = [submit_long(engine) for _ in range(2)]
-        waiters = [
-            Waiter(lambda: llama.generate(long_row().ids, max_new_tokens=LONG)),
-            Waiter(lambda: llama.generate(long_row().ids.repeat(3, 1), max_new_tokens=LONG)),
-            Waiter(lambda: engine.generate_batch([long_row().prompt] * 2, max_new_tokens=LONG)),
-            Waiter(handles[0].result),
-            Waiter(lambda: list(handles[1])),
-        ]
-        wait_until(lambda: len(inside.inbox(engine)) == 8)
-        assert_stopped(waiters)
-        gate.let(math.inf)
-        assert other.result().tokens == neighbour.tokens
-        wait_until(lambda: engine.stats().finished == {FinishReason.LENGTH: 1, FinishReason.CANCELLED: 8})
-        assert engine.stats().blocks_used == 0
-        assert ask(llama, neighbour) == neighbour.tokens
+    other = submit(engine, neighbour)
+    gate.arrival()
+    handles = [submit_long(engine) for _ in range(2)]
+    waiters = [
+        Waiter(lambda: llama.generate(long_row().ids, max_new_tokens=LONG)),
+        Waiter(lambda: llama.generate(long_row().ids.repeat(3, 1), max_new_tokens=LONG)),
+        Waiter(lambda: engine.generate_batch([long_row().prompt] * 2, max_new_tokens=LONG)),
+        Waiter(handles[0].result),
+        Waiter(lambda: list(handles[1])),
+    ]
+    wait_until(lambda: len(inside.inbox(engine)) == 8)
+    assert_stopped(waiters)
+    gate.let(math.inf)
+    assert other.result().tokens == neighbour.tokens
+    wait_until(lambda: engine.stats().finished == {FinishReason.LENGTH: 1, FinishReason.CANCELLED: 8})
+    assert engine.stats().blocks_used == 0
+    assert ask(llama, neighbour) == neighbour.tokens
 
 
-def test_whoever_waits_for_the_engine(llama: PreTrainedModel) -> None:
+def test_whoever_waits_for_the_engine(llama: PreTrainedModel, engine: Engine, gate: Gate) -> None:
     """For a pause, for a new twin, for its turn at it, for the thread's end: and the engine serves on."""
     row = rows()[6]
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        handle = submit(engine, rows()[7])
-        gate.arrival()
+    handle = submit(engine, rows()[7])
+    gate.arrival()
 
-        def pause() -> None:
-            with engine.pause():
-                raise AssertionError("the step stands at the gate")
+    def pause() -> None:
+        with engine.pause():
+            raise AssertionError("the step stands at the gate")
 
-        waiters = [Waiter(pause)]
-        time.sleep(0.1)
-        llama.lm_head = torch.nn.Linear(48, llama.config.vocab_size, bias=False)
-        waiters += [Waiter(lambda: ask(llama, row)) for _ in range(2)]
-        wait_until(lambda: inside.inbox(engine))  # one has made the new twin, the other waits for it
-        assert_stopped(waiters)
-        assert not inside.num_pauses(engine)
-        gate.let(math.inf)
-        assert handle.result().tokens == rows()[7].tokens
-        truth = plain(llama, row.prompt, len(row.tokens))
-        assert ask(llama, row) == truth
-        assert engine.stats().native_calls == {}
+    waiters = [Waiter(pause)]
+    time.sleep(0.1)
+    llama.lm_head = torch.nn.Linear(48, llama.config.vocab_size, bias=False)
+    waiters += [Waiter(lambda: ask(llama, row)) for _ in range(2)]
+    wait_until(lambda: inside.inbox(engine))  # one has made the new twin, the other waits for it
+    assert_stopped(waiters)
+    assert not inside.num_pauses(engine)
+    gate.let(math.inf)
+    assert handle.result().tokens == rows()[7].tokens
+    truth = plain(llama, row.prompt, len(row.tokens))
+    assert ask(llama, row) == truth
+    assert engine.stats().native_calls == {}
 
 
 def test_whoever_waits_for_its_turn_or_for_the_end(llama: PreTrainedModel) -> None:
@@ -133,24 +131,23 @@ def test_whoever_waits_for_its_turn_or_for_the_end(llama: PreTrainedModel) -> No
     hf_cb.uninstall(llama)
 
 
-def test_a_request_that_nobody_was_given(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_nobody_was_given(engine: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thrown between the door and the handle."""
-    with hf_cb.continuous_batching(llama, **SMALL) as engine, Gate(engine) as gate:
-        neighbour = submit(engine, rows()[7])
-        gate.arrival()
-        take_in = inside.worker(engine).submit
+    neighbour = submit(engine, rows()[7])
+    gate.arrival()
+    take_in = inside.worker(engine).submit
 
-        def interrupted(queues: Any) -> None:
-            take_in(queues)
-            raise Stop
+    def interrupted(queues: Any) -> None:
+        take_in(queues)
+        raise Stop
 
-        with monkeypatch.context() as patch:
-            patch.setattr(inside.worker(engine), "submit", interrupted)
-            with pytest.raises(Stop):
-                submit_long(engine)
-        gate.let(math.inf)
-        assert neighbour.result().tokens == rows()[7].tokens
-        wait_until(lambda: engine.stats().finished.get(FinishReason.CANCELLED) == 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(inside.worker(engine), "submit", interrupted)
+        with pytest.raises(Stop):
+            submit_long(engine)
+    gate.let(math.inf)
+    assert neighbour.result().tokens == rows()[7].tokens
+    wait_until(lambda: engine.stats().finished.get(FinishReason.CANCELLED) == 1)
 
 
 def test_whoever_gets_the_lock_at_that_very_moment(llama: PreTrainedModel) -> None:

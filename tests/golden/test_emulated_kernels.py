@@ -11,7 +11,7 @@ import emulators
 import models
 import pytest
 import torch
-from transformers import PreTrainedModel
+import truth
 
 import hf_cb
 from hf_cb.attention.native import NativeCPUBackend
@@ -19,7 +19,7 @@ from hf_cb.attention.native import NativeCPUBackend
 pytestmark = pytest.mark.timeout(60)
 
 NEW = 8
-LENGTHS = (3, 17, 9, 26)
+CALLS = truth.Calls((n, NEW) for n in (3, 17, 9, 26))
 # Head sizes that the kernels take; windows, softcaps and experts among them.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16},
@@ -31,26 +31,15 @@ MODELS: dict[str, dict[str, Any]] = {
 KERNELS = {"flash_attn_2": 256, "flash_attn_3": 4, "flash_attn_4": 4, "torch_varlen": 4}
 
 
-def prompts() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, models.VOCAB, (1, n), generator=generator) for n in LENGTHS]
-
-
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     with emulators.installed(request.param, (torch.float32,)):
         yield request.param
 
 
-def ask_all(engine: hf_cb.Engine, model: PreTrainedModel, **options: Any) -> list[list[int]]:
-    calls = [lambda p=p: model.generate(p, max_new_tokens=NEW, **options)[0].tolist() for p in prompts()]
-    return crowd.answers(engine, calls)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_same_tokens(kernel: str, name: str) -> None:
     model = models.tiny(name, **MODELS[name])
-    want = [type(model).generate(model, p, max_new_tokens=NEW)[0].tolist() for p in prompts()]
     for budget in ({}, {"max_batch_tokens": 8}):
         options = {"attention_backend": kernel, "block_size": KERNELS[kernel], "num_blocks": 64, **budget}
         if kernel == "torch_varlen" and name == "gemma2":  # it knows no softcap
@@ -59,18 +48,16 @@ def test_same_tokens(kernel: str, name: str) -> None:
             return
         with hf_cb.continuous_batching(model, **options) as engine:
             assert engine.stats().attention_backend == kernel
-            assert ask_all(engine, model) == want
+            CALLS.assert_right(engine, model)
             assert engine.stats().native_calls == {}
 
 
 def test_beams_preemption_and_prefixes(kernel: str) -> None:
     model = models.tiny("mistral", head_dim=16)
-    want = [type(model).generate(model, p, max_new_tokens=NEW, num_beams=3)[0].tolist() for p in prompts()]
     size = KERNELS[kernel]
     options = {"attention_backend": kernel, "block_size": size, "num_blocks": 16 if size < 256 else 5, "swap_space": "1MiB"}
     with hf_cb.continuous_batching(model, **options) as engine:
-        for _ in range(2):
-            assert ask_all(engine, model, num_beams=3) == want
+        CALLS.assert_right(engine, model, times=2, num_beams=3)
         assert engine.stats().native_calls == {}
 
 
@@ -78,7 +65,7 @@ def test_the_default_block_size_is_the_kernels(kernel: str) -> None:
     model = models.tiny("llama", head_dim=16)
     with hf_cb.continuous_batching(model, attention_backend=kernel) as engine:
         assert engine.config.block_size == {"flash_attn_2": 256, "flash_attn_3": 64, "flash_attn_4": 128}.get(kernel, 16)
-        assert ask_all(engine, model) == [model.generate(p, max_new_tokens=NEW)[0].tolist() for p in prompts()]
+        assert CALLS.at_once(engine, model) == CALLS.one_by_one(model.generate)
 
 
 def test_blocks_that_a_kernel_refuses() -> None:
@@ -93,8 +80,7 @@ def test_blocks_that_a_kernel_refuses() -> None:
 @pytest.fixture
 def no_cpu_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice as on a GPU, where those for CPUs refuse."""
-    for backend in (NativeCPUBackend,):
-        monkeypatch.setattr(backend, "why_not", lambda *_: "runs on a CPU")
+    monkeypatch.setattr(NativeCPUBackend, "why_not", lambda *_: "runs on a CPU")
 
 
 CHOICES: dict[str, tuple[str, torch.dtype, str, str, str]] = {  # what is installed, dtype, model -> who takes it, why no other
@@ -122,11 +108,11 @@ def test_the_choice(library: str, dtype: torch.dtype, name: str, chosen: str, re
     """By what is installed, dtype, head size and option; in half precision the first logits are near plain generate's."""
     model = models.tiny(name, **MODELS.get(name, {"head_dim": 16})).to(dtype)
     options: dict[str, Any] = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
-    want = [type(model).generate(model, p, **options) for p in prompts()]
+    want = [type(model).generate(model, p, **options) for p, _ in CALLS.pairs]
     with emulators.installed(library), hf_cb.continuous_batching(model, fallback="error") as engine:
         assert engine.stats().attention_backend == chosen
         assert reason in engine.stats().attention_reason
-        got = crowd.answers(engine, [lambda p=p: model.generate(p, **options) for p in prompts()])
+        got = crowd.answers(engine, [lambda p=p: model.generate(p, **options) for p, _ in CALLS.pairs])
     off = []
     for mine, plain in zip(got, want, strict=True):
         assert mine.sequences.shape == plain.sequences.shape
@@ -141,7 +127,6 @@ def test_the_choice(library: str, dtype: torch.dtype, name: str, chosen: str, re
 def test_what_no_kernel_takes(name: str) -> None:
     """Sinks, chunks, odd head sizes: grouped products, on any device."""
     model = models.tiny(name)
-    want = [type(model).generate(model, p, max_new_tokens=NEW)[0].tolist() for p in prompts()]
     with hf_cb.continuous_batching(model, attention_backend="torch_grouped", block_size=4, num_blocks=40) as engine:
-        assert ask_all(engine, model) == want
+        CALLS.assert_right(engine, model)
         assert engine.stats().native_calls == {}

@@ -14,6 +14,7 @@ from typing import Any
 import models
 import pytest
 import torch
+import truth
 from transformers import LogitsProcessor
 
 import hf_cb
@@ -76,10 +77,8 @@ def _gap(logits: torch.Tensor, token: int, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma", "qwen2", "phi3", "gpt2", "mistral"])
 def test_tiny_models(name: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, models.VOCAB, (1, 3 + 2 * i), generator=generator) for i in range(ROWS)]
-    found = gaps(models.tiny(name).to(dtype), prompts)
-    assert max(found) <= BOUND
+    prompts = truth.prompts(*(3 + 2 * i for i in range(ROWS)))
+    assert max(gaps(models.tiny(name).to(dtype), prompts)) <= BOUND
 
 
 @pytest.mark.soak

@@ -5,43 +5,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import crowd
 import emulators
 import models
 import pytest
 import torch
-from transformers import PreTrainedModel
+import truth
 
 import hf_cb
 
 pytestmark = pytest.mark.timeout(60)
 
-NEW = 8
-LENGTHS = (3, 17, 9, 26)
-
-
-def prompts() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, models.VOCAB, (1, n), generator=generator) for n in LENGTHS]
-
-
-def ask_all(engine: hf_cb.Engine, model: PreTrainedModel, **options: Any) -> list[list[int]]:
-    calls = [lambda p=p: model.generate(p, max_new_tokens=NEW, **options)[0].tolist() for p in prompts()]
-    return crowd.answers(engine, calls)
-
-
-def plain(model: PreTrainedModel, **options: Any) -> list[list[int]]:
-    return [type(model).generate(model, p, max_new_tokens=NEW, **options)[0].tolist() for p in prompts()]
+CALLS = truth.Calls((n, 8) for n in (3, 17, 9, 26))
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "float32"])
 def test_what_fits_is_exact(kv_dtype: str) -> None:
     model = models.tiny("gemma2")
-    want = plain(model)
     with hf_cb.continuous_batching(model, kv_dtype=kv_dtype) as engine:
         assert engine.config.kv_dtype == "float32"
         assert engine.stats().attention_backend == "native_cpu"
-        assert ask_all(engine, model) == want
+        CALLS.assert_right(engine, model)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
@@ -51,7 +34,7 @@ def test_wider_than_the_model(name: str) -> None:
     answers = []
     for kv_dtype in ("auto", "float32"):
         with hf_cb.continuous_batching(model, kv_dtype=kv_dtype, attention_backend="torch_grouped") as engine:
-            answers.append(ask_all(engine, model))
+            answers.append(CALLS.at_once(engine, model))
             assert engine.stats().native_calls == {}
     assert answers[0] == answers[1]
 
@@ -65,13 +48,13 @@ def test_rows_keep_to_themselves(name: str, kv_dtype: str) -> None:
     with hf_cb.continuous_batching(model, **options) as engine:
         assert engine.stats().attention_backend == "torch_grouped"
         assert "keeps no keys and values of float32 in" in engine.stats().attention_reason
-        alone = [model.generate(p, max_new_tokens=NEW)[0].tolist() for p in prompts()]
-        assert [model.generate(p, max_new_tokens=NEW)[0].tolist() for p in prompts()] == alone
+        alone = CALLS.one_by_one(model.generate)
+        assert CALLS.one_by_one(model.generate) == alone
         assert engine.stats().prefix_hits > 0
-        assert ask_all(engine, model) == alone
+        assert CALLS.at_once(engine, model) == alone
     for more in ({"max_batch_tokens": 8}, {"num_blocks": 12}, {"num_blocks": 12, "swap_space": "1MiB", "prefix_cache": False}):
         with hf_cb.continuous_batching(model, **options | more) as engine:
-            assert ask_all(engine, model) == alone
+            assert CALLS.at_once(engine, model) == alone
 
 
 @pytest.mark.parametrize(
@@ -81,9 +64,9 @@ def test_how_far_the_logits_move(kv_dtype: str, most: float) -> None:
     """Of the spread between a position's largest and smallest logit, in the mean over the vocabulary."""
     model = models.tiny("llama")
     options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
-    want = [type(model).generate(model, p, **options).logits[0][0] for p in prompts()]
+    want = [type(model).generate(model, p, **options).logits[0][0] for p, _ in CALLS.pairs]
     with hf_cb.continuous_batching(model, kv_dtype=kv_dtype, fallback="error"):
-        got = [model.generate(p, **options).logits[0][0] for p in prompts()]
+        got = [model.generate(p, **options).logits[0][0] for p, _ in CALLS.pairs]
     off = [float((a - b).abs().mean() / (b.max() - b.min())) for a, b in zip(got, want, strict=True)]
     assert max(off) < most
     assert max(off) > 0
@@ -106,12 +89,7 @@ def test_float8_in_flash_attention_3() -> None:
         emulators.installed("flash_attn_3", (torch.float32,)) as library,
         hf_cb.continuous_batching(model, kv_dtype="float8_e4m3fn", attention_backend="flash_attn_3") as engine,
     ):
-        alone = [model.generate(p, max_new_tokens=NEW)[0].tolist() for p in prompts()]
-        assert ask_all(engine, model) == alone
+        alone = CALLS.one_by_one(model.generate)
+        assert CALLS.at_once(engine, model) == alone
         assert engine.stats().native_calls == {}
     assert set(library.calls) == {"flash_attn_3"}
-
-
-def test_a_backend_that_cannot() -> None:
-    with pytest.raises(hf_cb.InvalidArgumentError, match="native_cpu: keeps no keys and values of float32 in bfloat16"):
-        hf_cb.install(models.tiny("llama"), kv_dtype="bfloat16", attention_backend="native_cpu")

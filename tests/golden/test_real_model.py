@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -58,15 +56,8 @@ def at_once(engine: hf_cb.Engine, model: Any, prompts: Prompts) -> Answers:
 
 
 def at_random_moments(engine: hf_cb.Engine, model: Any, prompts: Prompts) -> Answers:
-    pauses = random.Random(0)
-
-    def later(job: tuple[int, dict[str, torch.Tensor], float]) -> list[int]:
-        index, prompt, pause = job
-        time.sleep(pause)
-        return answer(model, index, prompt)
-
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        return list(threads.map(later, [(i, prompt, pauses.uniform(0, 0.3)) for i, prompt in enumerate(prompts)]))
+    calls = [lambda i=i, p=p: answer(model, i, p) for i, p in enumerate(prompts)]
+    return crowd.at_random_moments(calls, last_pause=0.3, num_threads=NUM_THREADS)
 
 
 @pytest.mark.parametrize(

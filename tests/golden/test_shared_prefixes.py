@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
+import crowd
 import models
 import pytest
 import torch
@@ -18,11 +17,6 @@ pytestmark = pytest.mark.timeout(20)
 
 POOL = {"block_size": 4, "num_blocks": 400}
 NAMES = ("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2")  # windows, chunks, sinks, own positions
-
-
-def plain(model: PreTrainedModel, prompt: torch.Tensor, max_new_tokens: int) -> list[int]:
-    out = type(model).generate(model, prompt, max_new_tokens=max_new_tokens)
-    return out[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +48,7 @@ def test_shared_beginnings_in_company(name: str, num_blocks: int) -> None:
             results = {n: handle.result() for n, handle in handles.items()}
             assert {n: list(results[n].tokens) for n in truths} == truths
         assert engine.stats().cached_tokens > 0
-        assert all(list(results[n].tokens) == plain(model, row[None, :n], 4) for n in (3, 4, 5, 8, 9))
+        assert all(list(results[n].tokens) == truth.plain(model, row[None, :n], 4) for n in (3, 4, 5, 8, 9))
 
 
 def test_a_conversation() -> None:
@@ -65,7 +59,7 @@ def test_a_conversation() -> None:
     known = 0
     with hf_cb.continuous_batching(model, **POOL) as engine:
         for _ in range(8):
-            want = plain(model, talk, 9)
+            want = truth.plain(model, talk, 9)
             result = engine.submit(talk[0], max_new_tokens=9).result()
             assert list(result.tokens) == want
             assert result.num_cached_tokens == known
@@ -77,13 +71,8 @@ def test_a_conversation() -> None:
 def test_the_same_prompt_from_many_threads_is_computed_once() -> None:
     model, row = truth.model("llama"), truth.rows("llama")[1]  # 40 tokens
     with hf_cb.continuous_batching(model, record_steps=1000, **POOL) as engine:
-        with ThreadPoolExecutor(16) as threads:
-            with engine.pause():
-                calls = [threads.submit(model.generate, row.prompt, max_new_tokens=len(row.tokens)) for _ in range(16)]
-                end = time.monotonic() + 10
-                while engine.stats().waiting < 16 and time.monotonic() < end:
-                    time.sleep(0.001)
-            assert all(call.result()[0].tolist() == row.full[0].tolist() for call in calls)
+        answers = crowd.answers(engine, [lambda: model.generate(row.prompt, max_new_tokens=len(row.tokens))] * 16)
+        assert all(answer.tolist() == row.full.tolist() for answer in answers)
         computed = sum(tokens for step in engine.steps() for _, tokens in step.rows)
         assert computed == 40 + 15 * 4 + 16 * (len(row.tokens) - 1)
 
@@ -99,18 +88,6 @@ def test_salts_and_off() -> None:
             assert engine.stats().prefix_hits == hits
             for salt in salts:
                 assert list(engine.submit(row.prompt, max_new_tokens=3, cache_salt=salt).result().tokens) == row.tokens[:3]
-
-
-def test_sampling_does_not_notice() -> None:
-    model, row = truth.model("llama"), truth.rows("llama")[1]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        want = type(model).generate(model, row.prompt, max_new_tokens=12, do_sample=True, temperature=2.0)
-    with hf_cb.continuous_batching(model, **POOL) as engine:
-        for _ in range(3):
-            got = model.generate(row.prompt, max_new_tokens=12, do_sample=True, temperature=2.0, seed=3)
-            assert torch.equal(got, want)
-        assert engine.stats().prefix_hits == 2
 
 
 def add_in_place(model: PreTrainedModel, engine: hf_cb.Engine) -> None:
@@ -143,14 +120,7 @@ def replace_a_parameter(model: PreTrainedModel, engine: hf_cb.Engine) -> None:
     projection.weight = torch.nn.Parameter(-projection.weight.detach())
 
 
-CHANGES = [
-    add_in_place,
-    load_a_state,
-    step_an_optimizer,
-    write_data_in_a_pause,
-    write_data_and_say_so,
-    replace_a_parameter,
-]
+CHANGES = [add_in_place, load_a_state, step_an_optimizer, write_data_in_a_pause, write_data_and_say_so, replace_a_parameter]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -163,7 +133,7 @@ def test_no_stale_answer_after_the_weights_changed(
             assert llama.generate(row.prompt, max_new_tokens=9).tolist() == row.full[:, :49].tolist()
         assert engine.stats().prefix_hits == 1
         change(llama, engine)
-        want = plain(llama, row.prompt, 9)
+        want = truth.plain(llama, row.prompt, 9)
         assert want != row.tokens
         first, second = (engine.submit(row.prompt, max_new_tokens=9).result() for _ in range(2))
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 36)
@@ -181,4 +151,4 @@ def test_weights_changed_while_others_run(llama: PreTrainedModel) -> None:
         long.result()
         mixed = torch.tensor([[*row.prompt[0].tolist(), *long.tokens]])[:, :100]
         result = engine.submit(mixed[0], max_new_tokens=5).result()
-        assert (result.num_cached_tokens, list(result.tokens)) == (0, plain(llama, mixed, 5))
+        assert (result.num_cached_tokens, list(result.tokens)) == (0, truth.plain(llama, mixed, 5))

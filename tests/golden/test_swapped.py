@@ -23,10 +23,8 @@ def serve(model: PreTrainedModel, name: str, **options: object) -> hf_cb.EngineS
     rows = truth.rows(name) * 2
     with hf_cb.continuous_batching(model, **{**SMALL, **options}) as engine:
         with crowd.held(engine, len(rows)):
-            handles = [
-                engine.submit(row.prompt[0], max_new_tokens=len(row.tokens), cache_salt=str(i)) for i, row in enumerate(rows)
-            ]
-        assert [list(handle.result().tokens) for handle in handles] == [row.tokens for row in rows]
+            handles = [handle for i, row in enumerate(rows) for handle in truth.submit(engine, [row], cache_salt=str(i))]
+        assert truth.results(handles) == truth.tokens(rows)
         inside.scheduler(engine).check()
         return engine.stats()
 

@@ -18,12 +18,11 @@ BLOCK = 4
 LONG = ((150, 24), (9, 40), (70, 12))  # (prompt, output) tokens: many windows of the tiny models
 
 
-def ask(engine: hf_cb.Engine, rows: tuple[truth.Row, ...], **options: Any) -> list[hf_cb.GenerationResult]:
-    handles = [engine.submit(row.prompt[0], max_new_tokens=len(row.tokens), **options) for row in rows]
-    results = [handle.result() for handle in handles]
-    assert [list(result.tokens) for result in results] == [row.tokens for row in rows]
+def ask(engine: hf_cb.Engine, rows: tuple[truth.Row, ...]) -> list[hf_cb.GenerationResult]:
+    handles = truth.submit(engine, rows)
+    assert truth.results(handles) == truth.tokens(rows)
     inside.scheduler(engine).check()
-    return results
+    return [handle.result() for handle in handles]
 
 
 @pytest.mark.parametrize("name", ["mistral", "starcoder2"])

@@ -1,17 +1,20 @@
-"""The real thing: accelerate launch, processes, SIGKILL. Each launch takes as long as it takes to import torch."""
+"""The real thing: `accelerate launch` as people type it, on processes of this machine's CPU, and SIGKILL.
+
+Each launch takes as long as it takes to import torch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import sys
 from collections import Counter
 
-import launching
 import pytest
 import tiny_chat
 import torch
-from processes import kill, wait_until
+from processes import Program, kill, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integrations.replica import gpus_of
@@ -21,6 +24,28 @@ pytestmark = pytest.mark.timeout(120)
 NUM_KILLS = int(os.environ.get("HF_CB_NUM_KILLS", 3))
 MAX_NEW_TOKENS = 24
 SAMPLING = '{"do_sample": true, "temperature": 0.8}'
+
+
+class Launch(Program):
+    """The program on so many processes."""
+
+    def __init__(self, num_processes: int, *arguments: object) -> None:
+        several = ("--multi_gpu", "--num_processes", num_processes, "--main_process_port", 0)
+        ways = several if num_processes > 1 else ("--cpu",)
+        command = (sys.executable, "-m", "accelerate.commands.launch", *ways, "-m", "integrations.accelerate_generate")
+        super().__init__(*command, *arguments)
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id, of the living."""
+        return {int(environment["RANK"]): pid for pid, environment in self.environments().items() if "RANK" in environment}
+
+
+def launch(num_processes: int, *arguments: object, fails: bool = False) -> str:
+    """What a launch prints that is left to itself and ends as it should."""
+    with Launch(num_processes, *arguments) as running:
+        status, printed = running.wait()
+    assert (status != 0) == fails, printed
+    return printed
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +75,7 @@ def arguments(prompts, answers, folder, *more):
 def of_one_process(prompts, folder, tmp_path_factory):
     """The answers of one process, and what it printed."""
     answers = tmp_path_factory.mktemp("one") / "answers.jsonl"
-    status, printed = launching.launch(1, *arguments(prompts, answers, folder))
-    assert status == 0, printed
+    printed = launch(1, *arguments(prompts, answers, folder))
     return answers.read_bytes(), printed
 
 
@@ -103,7 +127,7 @@ def test_killed_at_random_moments_and_resumed(of_one_process, prompts, folder, t
     for turn in range(NUM_KILLS):
         done = len(records(answers))
         target = chance.randrange(done, done + (160 - done) // (NUM_KILLS - turn + 1) + 1)
-        with launching.Launch(2, *command) as running:
+        with Launch(2, *command) as running:
             wait_until(lambda r=running: len(r.ranks()) == 2 or r.has_ended, "no workers")
             wait_until(lambda r=running, n=target: len(records(answers)) >= n or r.has_ended, "no progress")
             assert not running.has_ended, running.wait()
@@ -111,14 +135,13 @@ def test_killed_at_random_moments_and_resumed(of_one_process, prompts, folder, t
         assert not answers.exists()
         assert max(Counter(records(answers)).values(), default=1) == 1
     before = records(answers)
-    status, printed = launching.launch(2, *command)
-    assert status == 0, printed
+    printed = launch(2, *command)
     assert f"{len(before)}/161" in printed  # where the bar begins
     assert answers.read_bytes() == of_one_process[0]
     assert [path.name for path in tmp_path.iterdir()] == [answers.name]
 
 
-def _kill(running: launching.Launch, whom: str) -> None:
+def _kill(running: Launch, whom: str) -> None:
     if whom == "all":
         kill(running.living())
     elif whom == "rank":
@@ -135,36 +158,32 @@ def _kill(running: launching.Launch, whom: str) -> None:
 def test_both_processes_take_their_share(of_one_process, prompts, folder, tmp_path):
     """By load: both have answered by the time half is done."""
     answers = tmp_path / "answers.jsonl"
-    with launching.Launch(2, *arguments(prompts, answers, folder)) as running:
+    with Launch(2, *arguments(prompts, answers, folder)) as running:
         wait_until(lambda: len(records(answers)) >= 80 or running.has_ended, "no progress")
         parts = list(answers.with_name(answers.name + ".parts").glob("part-*.jsonl"))
     assert {part.name.split("-")[1] for part in parts} == {"0", "1"}
 
 
-@pytest.mark.soak
-def test_a_model_that_lies_over_several_devices(of_one_process, prompts, folder, tmp_path):
-    """On a machine without GPUs, accelerate's devices are the CPU and the disk; its hooks fetch what lies there."""
-    where = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "cpu"}
-    where |= {"model.rotary_emb": "cpu", "lm_head": "disk"}
-    answers = tmp_path / "answers.jsonl"
-    status, printed = launching.launch(2, *arguments(prompts, answers, folder, "--device-map", json.dumps(where)))
-    assert status == 0, printed
-    assert "plain generate() answers" not in printed
-    assert answers.read_bytes() == of_one_process[0]
+# On a machine without GPUs, accelerate's devices are the CPU and the disk; its hooks fetch what lies there.
+WHERE = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "cpu"}
+WHERE |= {"model.rotary_emb": "cpu", "lm_head": "disk"}
 
 
-def test_a_model_whose_layers_are_split(of_one_process, prompts, folder, tmp_path):
+@pytest.mark.parametrize(
+    "more",
+    [("--tensor-parallel",), pytest.param(("--device-map", json.dumps(WHERE)), marks=pytest.mark.soak)],
+    ids=lambda m: m[0],
+)
+def test_a_model_that_is_split_or_lies_over_several_devices(of_one_process, prompts, folder, tmp_path, more):
     answers = tmp_path / "answers.jsonl"
-    status, printed = launching.launch(2, *arguments(prompts, answers, folder, "--tensor-parallel"))
-    assert status == 0, printed
+    printed = launch(2, *arguments(prompts, answers, folder, *more))
     assert "plain generate() answers" not in printed
     assert answers.read_bytes() == of_one_process[0]
 
 
 @pytest.mark.soak
 def test_heads_that_cannot_be_split_are_told(prompts, folder, tmp_path):
-    status, printed = launching.launch(3, *arguments(prompts, tmp_path / "answers.jsonl", folder, "--tensor-parallel"))
-    assert status != 0
+    printed = launch(3, *arguments(prompts, tmp_path / "answers.jsonl", folder, "--tensor-parallel"), fails=True)
     assert "4 attention heads and 2 key heads can't be split evenly over 3 processes" in printed
 
 
@@ -172,14 +191,13 @@ def test_heads_that_cannot_be_split_are_told(prompts, folder, tmp_path):
 def test_a_split_model_that_loses_a_rank_ends_and_goes_on(of_one_process, prompts, folder, tmp_path):
     answers = tmp_path / "answers.jsonl"
     command = arguments(prompts, answers, folder, "--tensor-parallel", "--in-hand", 3)
-    with launching.Launch(2, *command) as running:
+    with Launch(2, *command) as running:
         wait_until(lambda: len(records(answers)) >= 20 or running.has_ended, "no progress")
         kill([running.ranks()[1]])
         status, printed = running.wait()
     assert status != 0
     assert "rank      : 1 " in printed
-    status, printed = launching.launch(2, *command)
-    assert status == 0, printed
+    printed = launch(2, *command)
     assert answers.read_bytes() == of_one_process[0]
 
 
@@ -191,10 +209,9 @@ def test_gpus_are_dealt_out() -> None:
 
 @pytest.mark.soak
 def test_a_rank_that_fails_is_named(prompts, folder, tmp_path):
-    status, printed = launching.launch(
-        2, prompts, tmp_path / "answers.jsonl", "--model", folder, "--generate", '{"no_such_option": 1}'
+    printed = launch(
+        2, prompts, tmp_path / "answers.jsonl", "--model", folder, "--generate", '{"no_such_option": 1}', fails=True
     )
-    assert status != 0
     assert "of 2 (" in printed
     assert "failed: ValueError" in printed
     assert "no_such_option" in printed

@@ -90,14 +90,8 @@ def written(path: Path, status: int, *entries: dict[str, Any]) -> Run:
 
 
 def test_outcomes_that_differ(tmp_path: Path) -> None:
-    plain = written(
-        tmp_path / "plain",
-        1,
-        {"test": "a", "outcome": "passed", "said": ""},
-        {"test": "b", "outcome": "failed", "said": "offline"},
-        {"test": "c", "outcome": "passed", "said": ""},
-        {"test": "d", "outcome": "passed", "said": ""},
-    )
+    passed = [{"test": name, "outcome": "passed", "said": ""} for name in "acd"]
+    plain = written(tmp_path / "plain", 1, *passed, {"test": "b", "outcome": "failed", "said": "offline"})
     installed = written(
         tmp_path / "installed",
         -11,
@@ -130,7 +124,7 @@ def test_what_is_expected_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None
     assert totals.take(Run(), Run()) == "nothing, but nothing was served"
 
 
-IDS = torch.tensor([[1, 2, 3]])
+IDS, INFINITE = torch.tensor([[1, 2, 3]]), torch.full((1, 5), -torch.inf)
 
 
 def result(**parts: Any) -> GenerateDecoderOnlyOutput:
@@ -149,11 +143,7 @@ def result(**parts: Any) -> GenerateDecoderOnlyOutput:
         (result(), result(), []),
         (result(), result(scores=(torch.ones(1, 5) + 1e-5,)), []),
         (result(), result(scores=(torch.ones(1, 5) + 1e-3,)), ["scores.0: off by 0.001"]),
-        (
-            result(),
-            result(scores=(torch.full((1, 5), -torch.inf),)),
-            ["scores.0: infinite elsewhere than plain's, in 5 of 5 numbers"],
-        ),
+        (result(), result(scores=(INFINITE,)), ["scores.0: infinite elsewhere than plain's, in 5 of 5 numbers"]),
         (result(), result(scores=None), ["scores is too much"]),
         (result(), result(logits=(torch.ones(1, 5),)), ["logits is missing"]),
         (result(cache=DynamicCache()), result(), ["cache.0 is missing"]),

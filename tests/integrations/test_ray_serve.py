@@ -53,26 +53,11 @@ class Served(Program):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        options = (
-            "--model",
-            folder,
-            "--name",
-            "tiny",
-            "--replicas",
-            1,
-            "--max-replicas",
-            2,
-            "--ongoing",
-            2,
-            "--port",
-            self.port,
-        )
-        ours = {
-            "RAY_TMPDIR": scratch,
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }  # nothing in the user's home
-        super().__init__(sys.executable, "-m", "integrations.ray_serve", *options, "--upscale-delay", 0.5, **ours)
+        replicas = ("--replicas", 1, "--max-replicas", 2, "--ongoing", 2, "--upscale-delay", 0.5)
+        options = ("--model", folder, "--name", "tiny", "--port", self.port, *replicas)
+        # Nothing in the user's home.
+        ours = {"RAY_TMPDIR": scratch, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        super().__init__(sys.executable, "-m", "integrations.ray_serve", *options, **ours)
         self.url = f"http://127.0.0.1:{self.port}"
         lines = iter(self.process.stdout.readline, "")
         assert any(line.startswith(self.url) for line in lines), self.wait()

@@ -23,7 +23,7 @@ from hf_cb.runtime import draws, streams
 from hf_cb.runtime.kv_cache import KVCache
 from hf_cb.runtime.model_runner import ModelRunner
 from hf_cb.runtime.port import AttentionPort
-from hf_cb.runtime.streams import Download, HostStreams, Streams
+from hf_cb.runtime.streams import Download, Streams
 from hf_cb.runtime.swap_space import SwapSpace
 
 pytestmark = pytest.mark.timeout(20)
@@ -123,7 +123,7 @@ def test_rows_whose_next_token_takes_the_host(options: dict[str, Any]) -> None:
     assert not runner.can_wait(rows((0, 1), 0, (4, 5, 6)))
 
 
-class Recorder(HostStreams):
+class Recorder(Streams):
     """Notes what goes up and what is waited for, in its order. Tokens that have not been waited for are not there."""
 
     def __init__(self) -> None:
@@ -137,21 +137,18 @@ class Recorder(HostStreams):
         return super().upload(arrays)
 
     def download(self, *tensors: torch.Tensor) -> Download:
-        return Waiting(super().download(*tensors), self.steps, self.notes)
+        own, step = super().download(*tensors), self.steps
+
+        def wait() -> tuple[torch.Tensor, ...]:
+            self.notes.append(("down", step))
+            return own()
+
+        return wait
 
     @contextlib.contextmanager
     def swapping(self, device: torch.device) -> Iterator[None]:
         self.notes.append(("swap", self.steps))
         yield
-
-
-class Waiting(Download):
-    def __init__(self, own: Download, step: int, notes: list[tuple[str, int]]) -> None:
-        self._own, self._step, self._notes = own, step, notes
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        self._notes.append(("down", self._step))
-        return self._own.wait()
 
 
 def recorded(engine: hf_cb.Engine, **options: Any) -> list[tuple[str, int]]:
@@ -225,6 +222,5 @@ def test_blocks_that_follow_one_another_are_one_copy() -> None:
 
 
 def test_every_kind_of_device_has_streams() -> None:
-    assert isinstance(streams.streams_of(CPU), HostStreams)
+    assert type(streams.streams_of(CPU)) is Streams
     assert isinstance(streams.streams_of(torch.device("cuda", 0)), streams.CudaStreams)
-    assert issubclass(HostStreams, Streams)
