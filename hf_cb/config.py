@@ -18,7 +18,7 @@ _POLICIES = ("fcfs", "priority", "fair")
 # Below these, a modest default: enough for many long conversations, a small part of any machine that runs the model.
 _CPU_KV_BYTES = 4 << 30
 _MOST_NAMES = 1 << 16  # blocks of a model without attention: names of prefixes, which take no memory of its device
-_FEWEST_SAVED = 4  # states
+_FEWEST_SAVED, _MANY_SAVED = 4, 64  # states
 _UNITS = {f"{letter}{i}": (1024 if i else 1000) ** power for power, letter in enumerate("KMGT", 1) for i in ("i", "")}
 _MOST_SECONDS = 1e6  # far beyond any use, and what clocks and locks can still wait for
 _DEFAULT_BATCH_SIZE = 256
@@ -194,11 +194,11 @@ class CBConfig:
 
 
 def _num_slots(facts: ModelFacts, memory: int, max_batch_size: int) -> int:
-    """Two for each sequence, and some for states that are saved for others: as many again, if they take no more than an
-    eighth of the memory, but a few at least."""
+    """Two for each sequence, and some for states that are saved for others: as many again, or some dozens, in an eighth of
+    the memory, but a few at least."""
     if not facts.state_bytes:
         return 0
-    saved = min(2 * max_batch_size, memory // 8 // facts.state_bytes)
+    saved = min(max(2 * max_batch_size, _MANY_SAVED), memory // 8 // facts.state_bytes)
     return 2 * max_batch_size + max(_FEWEST_SAVED, saved)
 
 

@@ -49,6 +49,32 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MULTIPLIERS = {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4}
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_CONV = {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
+_DELTA = {
+    **_LINEAR,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+_LATENT = {
+    **_LINEAR,
+    **_LOCAL_EXPERTS,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+_MAMBA1 = {"state_size": 8, "time_step_rank": 4}
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}
 _LLAMA4 = {
     **_LOCAL_EXPERTS,
     "num_experts_per_tok": 1,
@@ -57,6 +83,56 @@ _LLAMA4 = {
     "no_rope_layers": [1, 0, 1],
     "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
 }
+
+STATEFUL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _LATENT,
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 96},
+    "falcon_mamba": _MAMBA1,
+    "granitemoehybrid": {**_MAMBA2, **_LINEAR, **_LOCAL_EXPERTS, "shared_intermediate_size": 32},
+    "jamba": {**_JAMBA, "num_experts": 2, "num_experts_per_tok": 1},
+    "kimi_linear": {**_LATENT, "linear_head_dim": 12, "linear_num_heads": 4},
+    "lfm2": _CONV,
+    "lfm2_moe": {**_CONV, **_EXPERTS, "num_dense_layers": 1},
+    "mamba": _MAMBA1,
+    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 24, "n_groups": 2, "chunk_size": 8},
+    "minimax": {**_LOCAL_EXPERTS, **_LINEAR, "block_size": 8},
+    "nemotron_h": {
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "mlp", "linear_attention", "moe"],
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED_EXPERT},
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": {**_DELTA, **_SHARED_EXPERT},
+    "recurrent_gemma": {
+        "num_key_value_heads": 1,
+        "attention_window_size": WINDOW,
+        "block_types": ["recurrent", "recurrent", "attention"],
+        "w_init_variance_scale": 1.0,
+    },
+    "rwkv": {"attention_hidden_size": 48},
+    "zamba": {**_JAMBA, "num_key_value_heads": 4, "num_hidden_layers": 6, "attn_layer_period": 3},
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "chunk_size": 8,
+        "use_mem_rope": True,
+        "time_step_min": 1e-6,  # else transformers' own decode differs from its prefill, which alone has that limit
+    },
+}
+"""Architectures of which some layers keep a state."""
 
 SERVED: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -117,6 +193,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "stablelm": {"hidden_size": 64},
     "starcoder2": _SLIDING,
+    **STATEFUL,
 }
 """Architectures that the engine serves, with what their configs need beyond the common values; a variant comes after a plus."""
 
@@ -138,33 +215,10 @@ PARTLY_SERVED: dict[str, dict[str, Any]] = {
 """Architectures whose layers behave otherwise from FAR tokens on, and look at the whole batch to tell."""
 
 NATIVE: dict[str, dict[str, Any]] = {
-    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
     "bloom": _UNTIED,
     "diffllama": {},
     "falcon": {**_UNTIED, "alibi": True},
-    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 96},
-    "jamba": {
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "use_mamba_kernels": False,
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
-    "mamba": {"state_size": 8, "time_step_rank": 4},
-    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 24, "n_groups": 2, "chunk_size": 8},
-    "minimax": {**_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 8},
     "mpt": {"max_seq_len": 512},
-    "qwen3_next": {
-        **_EXPERTS,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "shared_expert_intermediate_size": 32,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 12,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
-    "rwkv": {"attention_hidden_size": 48},
     "t5": {"d_kv": 12, "d_ff": 64, "decoder_start_token_id": 1},
     "xglm": {**_UNTIED, "ffn_dim": 64},
 }
@@ -207,6 +261,8 @@ def _config(name: str, overrides: dict[str, Any]) -> PreTrainedConfig:
     parameters = inspect.signature(known).parameters
     values: dict[str, Any] = {}
     for key, value in (_COMMON | (SERVED | PARTLY_SERVED | NATIVE)[name] | overrides).items():
+        if key == "num_hidden_layers" and value is None:  # other values say
+            continue
         real = known.attribute_map.get(key, key)
         if real in parameters or key not in _COMMON:
             values[real] = value

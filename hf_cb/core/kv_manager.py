@@ -107,7 +107,7 @@ class KVManager:
         return found if blocks is None else Start(blocks, shared)
 
     def match_prefix(self, seq: Sequence, can_start: Callable[[BlockName], bool] | None = None) -> Start | None:
-        """The published blocks that `seq`, which holds none, can begin with, but for the block of its last token.
+        """The published blocks that `seq`, which holds none, can begin with; never the one of its last token.
 
         None: a running sequence is just computing the next one, which will be here soon. `can_start`: whether there is all
         that it takes beside the blocks to go on after the one of this name; then nothing is waited for.
@@ -136,7 +136,7 @@ class KVManager:
         return Start(found, best * self._block_size)
 
     def num_alike(self, seq: Sequence) -> int:
-        """How many of the blocks that `seq` will fill before its last token are here for it to begin with, or being computed."""
+        """How many of the blocks that `seq` fills before its last token are here already, or just being computed."""
         usable = (seq.num_tokens - 1) // self._block_size
         names = self._names(seq, usable)[:usable]
         is_known = (name.key in self._coming or self._lookup(0, name) != self.tables.gone for name in names)
@@ -179,13 +179,15 @@ class KVManager:
 
     def cost_of_move(self, seq: Sequence) -> int | None:
         """Blocks to copy to move `seq` out; None: there is no room for them now, or nothing to move."""
-        needed = len(self.tables.held(self.tables.upto(seq.held.block_table, seq.num_computed_tokens)))
+        needed = self._num_to_move(seq)
         return needed if self._host is not None and 0 < needed <= self._host.num_reusable else None
+
+    def _num_to_move(self, seq: Sequence) -> int:
+        return len(self.tables.held(self.tables.upto(seq.held.block_table, seq.num_computed_tokens)))
 
     def move_out(self, seq: Sequence) -> Moves:
         """Release what `seq` holds, and keep its content on the host."""
-        num_blocks = self.cost_of_move(seq)
-        host = None if self._host is None or num_blocks is None else self._host.allocate(num_blocks)
+        host = None if self._host is None or self.cost_of_move(seq) is None else self._host.allocate(self._num_to_move(seq))
         if host is None:
             raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the host's memory")
         table = self.tables.upto(seq.held.block_table, seq.num_computed_tokens)

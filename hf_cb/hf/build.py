@@ -224,7 +224,8 @@ def _allocate(
         raise InvalidArgumentError(
             f"kv_cache_memory: {resolved.num_blocks} blocks x {resolved.block_size} tokens x {facts.kv_bytes_per_token} "
             f"bytes{_and_states(resolved, facts)} = {resolved.kv_cache_memory} bytes; {servable.device} has "
-            f"{facts.free_memory} bytes free beside the weights' {weights}: {resolved.kv_cache_memory - facts.free_memory} too many"
+            f"{facts.free_memory} bytes free beside the weights' {weights}: "
+            f"{resolved.kv_cache_memory - facts.free_memory} too many"
         )
     try:
         cache = KVCache(servable.specs, resolved.num_blocks * len(layout.groups), resolved.block_size, layout)

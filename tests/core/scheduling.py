@@ -8,6 +8,8 @@ from hf_cb.core.output import UNKNOWN
 from hf_cb.core.pacing import Pacer
 from hf_cb.core.reach import ALL
 from hf_cb.core.scheduler import Scheduler
+from hf_cb.core.slot_pool import SlotPool
+from hf_cb.core.state_manager import StateManager
 from hf_cb.request import FinishReason, Request
 
 
@@ -20,10 +22,15 @@ def make_scheduler(
     num_host_blocks=0,
     reaches=(ALL,),
     target_itl=None,
+    num_state_slots=0,
     **options,
 ) -> Scheduler:
     """A small one. Without a prefix cache unless asked for: the prompts of `make_request` all begin alike."""
-    memory = KVManager(BlockPool(num_blocks), block_size, prefix_cache, num_host_blocks, reaches, max_batch_tokens)
+    blocks = (block_size, prefix_cache, num_host_blocks, reaches, max_batch_tokens)
+    memory = KVManager(BlockPool(num_blocks), *blocks)
+    if num_state_slots:
+        host = {"num_host_slots": num_host_blocks // 2}
+        memory = StateManager(BlockPool(num_blocks), SlotPool(num_state_slots), *blocks, **host)
     pacer = None if target_itl is None else Pacer(target_itl, block_size)
     return Scheduler(memory, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size, pacer=pacer, **options)
 

@@ -29,6 +29,8 @@ class StubModel:
         self.vocab_size = vocab_size
         self._slots: dict[int, int] = {}
         self._host: dict[int, list[int | None]] = {}
+        self._sums: dict[int, int] = {}  # slot of a state -> the hash of all tokens that it sums up
+        self._host_sums: dict[int, int] = {}
         self._searches: dict[int, Request] = {}
         self._states: dict[int, dict[int, int]] = {}  # search -> beam -> what follows its last token
 
@@ -41,6 +43,10 @@ class StubModel:
         """Copy the blocks that the output names, before anything is written."""
         size = self.block_size
         moves = output.moves
+        for slot, host in moves.states_out:
+            self._host_sums[host] = self._sums[slot]
+        for host, slot in moves.states_in:
+            self._sums[slot] = self._host_sums.pop(host)
         for block, host in moves.swap_out:
             self._host[host] = [self._slots.get(block * size + i) for i in range(size)]
         for host, block in moves.swap_in:
@@ -63,6 +69,7 @@ class StubModel:
         """
         tokens: dict[int, tuple[int, ...]] = {}
         for row in output.rows:
+            self._sum_up(row, latest)
             for position, token in enumerate(row.token_ids, row.start):
                 token = latest.tokens[row.request_id][-1] if token == UNKNOWN else token
                 before = _SEED if position == 0 else self._slots[self._slot(row.memory.block_table, position - 1)]
@@ -76,6 +83,22 @@ class StubModel:
                 elif end == len(search.prompt) + search.search.num_chosen:
                     self._states.setdefault(row.request_id, {})[row.beam] = last
         return StepResult(tokens, choices=self._choices({row.request_id for row in output.rows}))
+
+    def _sum_up(self, row: ScheduledRow, latest: StepResult | None) -> None:
+        """From state to state, as a recurrent layer: what is read is the sum of just the tokens before."""
+        if not row.memory.states:
+            return
+        targets, slot = dict(row.memory.states), row.memory.state
+        assert (slot is None) == (row.start == 0)
+        assert slot not in targets.values()
+        total = _SEED if slot is None else self._sums[slot]
+        if row.start:
+            assert total == self._slots[self._slot(row.memory.block_table, row.start - 1)]
+        for position, token in enumerate(row.token_ids, row.start + 1):
+            total = _absorb(total, latest.tokens[row.request_id][-1] if token == UNKNOWN else token)
+            if position in targets:
+                self._sums[targets.pop(position)] = total
+        assert not targets
 
     def _seen(self, row: ScheduledRow, end: int) -> int:
         """What position `end - 1` sees."""

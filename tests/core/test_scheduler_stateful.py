@@ -53,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         target_itl=st.sampled_from([None, 0.01]),
         reaches=st.sampled_from(REACHES),
         drafts=st.booleans(),
+        spare_slots=st.sampled_from([None, None, 0, 1, 4]),
     )
     def make(
         self,
@@ -66,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         target_itl,
         reaches,
         drafts,
+        spare_slots,
     ):
         self.reaches, self.paced = reaches, target_itl is not None
         num_blocks *= len(reaches)
@@ -81,7 +83,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks,
             target_itl=target_itl,
             reaches=reaches,
-            draft=self._draft if drafts else None,
+            draft=self._draft if drafts and spare_slots is None else None,
+            num_state_slots=0 if spare_slots is None else 2 * max_batch_size + spare_slots,
         )
         self.num_slots = self.scheduler.memory.tables.num_slots
         if None not in (reach.span for reach in reaches):

@@ -65,7 +65,8 @@ def test_a_wrong_mask_changes_the_tokens(name: str) -> None:
     assert most(changed(row, packed(model, [other, row])) for other, row in zip(rows[1:] + rows[:1], rows, strict=True))
 
 
-@pytest.mark.parametrize("name", models.SERVED)
+# A state is no block: the rows packed above run through it, one into the other.
+@pytest.mark.parametrize("name", [name for name in models.SERVED if name not in models.STATEFUL])
 def test_a_swapped_block_changes_the_tokens(name: str) -> None:
     model, rows = truth.model(name), [row for row in truth.rows(name) if row.prompt.shape[1] > SPAN]
     assert not any(map(changed, rows, cached(model, rows, swap=False)))

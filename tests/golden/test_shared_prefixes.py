@@ -16,7 +16,7 @@ import hf_cb
 pytestmark = pytest.mark.timeout(20)
 
 POOL = {"block_size": 4, "num_blocks": 400}
-NAMES = ("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2")  # windows, chunks, sinks, own positions
+NAMES = ("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2", "lfm2", "qwen3_next", "mamba2")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -56,7 +56,8 @@ def tokens(rows: Iterable[Row]) -> list[list[int]]:
 
 def plain(model: PreTrainedModel, prompt: torch.Tensor, max_new_tokens: int) -> list[int]:
     """The new tokens of the model's own generate, whatever is installed on it."""
-    out = type(model).generate(model, prompt, max_new_tokens=max_new_tokens)
+    mask = torch.ones_like(prompt)  # else what looks like padding in it would be masked
+    out = type(model).generate(model, prompt, attention_mask=mask, max_new_tokens=max_new_tokens)
     return out[0, prompt.shape[1] :].tolist()
 
 

@@ -80,7 +80,7 @@ class Fused:
             if module in calls and module not in specs:
                 self._set(module, *layer(module, calls[module]))
         layers = [module for module in calls if module not in specs]
-        if forward is not None and len(layers) == len(specs):
+        if forward is not None and 0 < len(layers) == len(specs):
             self._stack(twin, layers, calls, forward)
 
     def _stack(self, twin: nn.Module, layers: list[nn.Module], calls: dict[nn.Module, Call], forward: Forward) -> None:

@@ -21,9 +21,6 @@ _Part = tuple[int, int, int | None, int]
 def try_mixers(mixers: Sequence[Mixer]) -> None:
     """Note of each whether it `continues` and `batches`. Raises UnservableLayerError for one that does neither well."""
     for mixer in mixers:
-        for state in mixer.states:
-            if not isinstance(state, torch.Tensor) or state.shape[:1] != (1,):
-                raise UnservableLayerError(f"{mixer.name} keeps a state without a dimension for its sequences")
         with _Trial.of(mixer) as trial:
             trial.judge()
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_cb.hf.twins.attention import UnservableLayerError
 from hf_cb.hf.twins.containers import Path, copy_along, get, is_config, tensors_in
 from hf_cb.runtime.state_pool import StateSpec
 
@@ -39,18 +40,7 @@ class Mixer:
     forced: dict[str, Any] = field(default_factory=dict)  # arguments that say that there is a cache
     continues: bool = True  # whether several tokens may follow a state in one call
     batches: bool = True  # whether several rows may be computed in one call
-
-    @property
-    def states(self) -> list[torch.Tensor]:
-        """Those of the row that was watched, [1, ...] each."""
-        if self.argument is None:
-            return [vars(module)[name] for module, name in self.attributes]
-        return [get(self.used, path) for path in self.paths]
-
-    @property
-    def specs(self) -> tuple[StateSpec, ...]:
-        """Of its states."""
-        return tuple(StateSpec(tuple(state.shape[1:]), state.dtype, state.device) for state in self.states)
+    specs: tuple[StateSpec, ...] = ()  # of its states
 
     @property
     def position(self) -> int | None:
@@ -145,7 +135,22 @@ def find_mixers(model: nn.Module, attention: Iterable[nn.Module], run: Callable[
     finally:
         for handle in handles:
             handle.remove()
+    for mixer in mixers:
+        mixer.specs = tuple(_spec(mixer.name, state) for state in _states(mixer))
     return mixers
+
+
+def _states(mixer: Mixer) -> list[torch.Tensor]:
+    """Those of the row that was watched, [1, ...] each."""
+    if mixer.argument is None:
+        return [vars(module)[name] for module, name in mixer.attributes]
+    return [get(mixer.used, path) for path in mixer.paths]
+
+
+def _spec(name: str, state: torch.Tensor) -> StateSpec:
+    if state.shape[:1] != (1,):
+        raise UnservableLayerError(f"{name} keeps a state without a dimension for its sequences")
+    return StateSpec(tuple(state.shape[1:]), state.dtype, state.device)
 
 
 def _note_fresh(mixer: Mixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
