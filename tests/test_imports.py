@@ -49,7 +49,8 @@ ALLOWED: dict[str, set[str]] = {
     "hf.__init__": set(),
     "hf.twins": {"errors", "attention.step", "kernels", "runtime"},
     "hf.fast": {"attention", "kernels", "runtime", "hf.twins"},
-    "hf.probe": {"attention", "core.output", "runtime", "hf.twins"},
+    "hf.mixer_trials": {"core.output", "runtime", "hf.twins"},
+    "hf.probe": {"attention", "core.output", "runtime", "hf.twins", "hf.mixer_trials"},
     "hf.support": {"errors", "attention", "runtime", "hf.twins", "hf.fast", "hf.probe"},
     "hf.calls": {
         "errors",

@@ -1,4 +1,4 @@
-"""BlockPool: who owns each block of the KV cache, and which block is reused next."""
+"""BlockPool: who owns each block of the KV cache, and which one is evicted from the prefix cache next."""
 
 from __future__ import annotations
 

@@ -135,13 +135,6 @@ class KVManager:
         assert found is not None  # that is what `best` says
         return Start(found, best * self._block_size)
 
-    def num_alike(self, seq: Sequence) -> int:
-        """How many of the blocks that `seq` fills before its last token are here already, or just being computed."""
-        usable = (seq.num_tokens - 1) // self._block_size
-        names = self._names(seq, usable)[:usable]
-        is_known = (name.key in self._coming or self._lookup(0, name) != self.tables.gone for name in names)
-        return next((i for i, known in enumerate(is_known) if not known), usable)
-
     def _lookup(self, group: int, name: BlockName) -> int:
         block = self._pool.lookup(self._key(group, name), name)
         return self.tables.gone if block is None else block
@@ -187,7 +180,7 @@ class KVManager:
 
     def move_out(self, seq: Sequence) -> Moves:
         """Release what `seq` holds, and keep its content on the host."""
-        host = None if self._host is None or self.cost_of_move(seq) is None else self._host.allocate(self._num_to_move(seq))
+        host = None if self._host is None else self._host.allocate(self._num_to_move(seq))
         if host is None:
             raise EngineDeadError(f"request {seq.request_id}: there is no room for it in the host's memory")
         table = self.tables.upto(seq.held.block_table, seq.num_computed_tokens)

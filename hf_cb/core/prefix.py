@@ -1,4 +1,4 @@
-"""Names for the contents of blocks, so that two sequences that begin alike share the blocks of what they have in common."""
+"""BlockName: what is in a block, and before it, as a hash; sequences that begin alike find each other's blocks by it."""
 
 from __future__ import annotations
 

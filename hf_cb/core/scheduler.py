@@ -181,8 +181,7 @@ class Scheduler:
             if head is not None and (emission := self._settle_row(head, row, result)) is not None:
                 emissions.append(emission)
         for request_id, choice in result.choices.items():
-            head = self._sequences.get(request_id)
-            if head is not None:
+            if (head := self._sequences.get(request_id)) is not None:
                 emissions += self._choose(head, choice)
         return emissions
 

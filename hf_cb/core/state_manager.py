@@ -52,7 +52,7 @@ class StateManager(KVManager):
             return self._start_with(sibling, last) if sibling is not None else Start((), 0)
         start = self.match_prefix(seq, lambda name: self.slots.lookup(name.key, name) is not None)
         assert start is not None
-        parting = self.num_alike(seq)
+        parting = self._num_alike(seq)
         names = self._names(seq, parting)
         first = start.num_tokens // self._block_size
         if any(name.key in self._saving for name in names[first:parting]):
@@ -60,6 +60,13 @@ class StateManager(KVManager):
         if first < parting:
             seq.held.saves = tuple(sorted({parting * self._block_size, last}))
         return start._replace(state=self.slots.lookup(names[first - 1].key, names[first - 1])) if first else start
+
+    def _num_alike(self, seq: Sequence) -> int:
+        """How many of the blocks that `seq` fills before its last token are here already, or just being computed."""
+        usable = (seq.num_tokens - 1) // self._block_size
+        names = self._names(seq, usable)[:usable]
+        is_known = (name.key in self._coming or self._lookup(0, name) != self.tables.gone for name in names)
+        return next((i for i, known in enumerate(is_known) if not known), usable)
 
     def _start_with(self, sibling: Sequence, position: int) -> Start | None:
         """What a sequence begins with that has the same prompt: its saved state, where no others' are looked for."""
@@ -114,7 +121,8 @@ class StateManager(KVManager):
         for position in sorted(seq.held.saves):
             if seq.num_computed_tokens < position < num_tokens:
                 self._reserve_save(seq, position)
-        seq.held.states += ((num_tokens, self._take_slot()),)
+        slot = self._take_slot()  # before its states are looked at: it may shorten them
+        seq.held.states += ((num_tokens, slot),)
         return moves
 
     def _latest(self, seq: Sequence) -> int:
@@ -124,7 +132,8 @@ class StateManager(KVManager):
     def _reserve_save(self, seq: Sequence, position: int) -> None:
         """Let a state be saved within a step, if nobody has to go without a slot for that."""
         if self.slots.num_reusable > self.slots.num_blocks // 2:
-            seq.held.states += ((position, self._take_slot()),)
+            slot = self._take_slot()
+            seq.held.states += ((position, slot),)
         else:
             self._give_up_saving(seq, [position])
 

@@ -63,25 +63,11 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
     lockstep = lockstep_of(model)
     servable = _examine(model, config, lockstep, books)
     layout = KVLayout.of(servable.specs)
-    num_groups = len(layout.groups)
     code = own_code(model)
     facts = _facts(servable, layout, code)
     resolved = config.resolve(facts)
     if lockstep is not None:
         resolved = _agree(resolved, lockstep)
-    cache, states = _allocate(servable, resolved, facts, layout)
-    port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
-    set_port(servable.twin, port)
-    streams = streams_of(servable.device)
-    graphs = _graphs(servable, config, resolved, port, cache, lockstep)
-    runner = ModelRunner(
-        servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams, graphs, servable.mixing
-    )
-    host = _host_memory(resolved, facts)
-    scheduler = _scheduler(config, resolved, facts, layout, cache.num_blocks, host)
-    swap_space = SwapSpace(cache, host.num_blocks * num_groups, streams) if host.num_blocks else None
-    if states is not None and host.num_slots:
-        states.add_host_slots(host.num_slots)
     reference = weakref.ref(model)  # the engine must not keep the user's model alive
 
     def defaults() -> Defaults:
@@ -89,16 +75,7 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
         return Defaults() if current is None else defaults_of(current.generation_config, servable.max_positions)
 
     return Served(
-        core=EngineCore(
-            scheduler,
-            runner,
-            cache,
-            swap_space,
-            _follower(servable),
-            lockstep,
-            _overlaps(config, servable.device, lockstep),
-            states,
-        ),
+        core=_core(servable, config, resolved, facts, layout, lockstep),
         config=resolved,
         vocab_size=servable.vocab_size,
         max_positions=servable.max_positions,
@@ -111,6 +88,31 @@ def build(model: Any, config: CBConfig, books: Books) -> Served:
         defaults=defaults,
         draw_seed=draw_seed,
     )
+
+
+def _core(
+    servable: Servable,
+    config: CBConfig,
+    resolved: ResolvedConfig,
+    facts: ModelFacts,
+    layout: KVLayout,
+    lockstep: Lockstep | None,
+) -> EngineCore:
+    num_groups, streams = len(layout.groups), streams_of(servable.device)
+    cache, states = _allocate(servable, resolved, facts, layout)
+    port = AttentionPort(servable.modules, servable.specs, servable.backend, cache)
+    set_port(servable.twin, port)
+    graphs = _graphs(servable, config, resolved, port, cache, lockstep)
+    runner = ModelRunner(
+        servable.forward, port, resolved.block_size, servable.device, num_groups, lockstep, streams, graphs, servable.mixing
+    )
+    host = _host_memory(resolved, facts)
+    swap_space = SwapSpace(cache, host.num_blocks * num_groups, streams) if host.num_blocks else None
+    if states is not None and host.num_slots:
+        states.add_host_slots(host.num_slots)
+    scheduler = _scheduler(config, resolved, facts, layout, cache.num_blocks, host)
+    overlaps = _overlaps(config, servable.device, lockstep)
+    return EngineCore(scheduler, runner, cache, swap_space, _follower(servable), lockstep, overlaps, states)
 
 
 class _HostMemory(NamedTuple):
@@ -305,7 +307,7 @@ def _facts(servable: Servable, layout: KVLayout, own_code: str | None) -> ModelF
     return ModelFacts(
         kv_bytes_per_token=layout.bytes_per_token(servable.specs),
         max_positions=servable.max_positions,
-        free_memory=_room(servable.specs, servable.device),
+        free_memory=_room(servable.specs) if servable.specs else _free_memory(servable.device),
         default_batch_tokens=_BATCH_TOKENS.get(servable.device.type, _BATCH_TOKENS_ELSEWHERE),
         state_bytes=slot_bytes(servable.states),
         kv_dtype=str(_dtype(servable)).removeprefix("torch."),
@@ -320,15 +322,12 @@ def _dtype(servable: Servable) -> torch.dtype:
     return servable.specs[0].dtype if servable.specs else next(servable.twin.parameters()).dtype
 
 
-def _room(specs: Sequence[LayerSpec], device: torch.device) -> int:
-    """Bytes that a cache may take over all devices, each of which holds the keys and values of its own layers; on `device` if
-    there are none."""
+def _room(specs: Sequence[LayerSpec]) -> int:
+    """Bytes that a cache may take over all devices, each of which holds the keys and values of its own layers."""
     parts: Counter[torch.device] = Counter()
     for spec in specs:
         parts[spec.device] += spec.bytes_per_token
-    if not parts:
-        return _free_memory(device)
-    return min(_free_memory(where) * parts.total() // part for where, part in parts.items())
+    return min(_free_memory(device) * parts.total() // part for device, part in parts.items())
 
 
 def _free_memory(device: torch.device) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +21,7 @@ from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
 from hf_cb.hf.twins.attention import IMPLEMENTATION, Observer, register, set_port
 from hf_cb.hf.twins.fingerprint import Books, Fingerprint
-from hf_cb.hf.twins.mixer_trials import try_mixers
+from hf_cb.hf.mixer_trials import try_mixers
 from hf_cb.hf.twins.mixers import FLAWS, Mixer, find_mixers
 from hf_cb.hf.twins.mixing import Mixing
 from hf_cb.hf.twins.positions import max_positions
@@ -80,13 +81,20 @@ class Probe:
         set_port(self.twin, self._observer)
         row = self._rows[1]
         positions = torch.arange(len(row), device=row.device, dtype=torch.int64)
-        self.forward(row[None], positions[None], positions[-1:])
+        try:
+            self.forward(row[None], positions[None], positions[-1:])
+        except FLAWS as error:
+            if "position_ids" in inspect.signature(self.twin.forward).parameters:
+                raise
+            raise UnservableError("its forward takes no position_ids, and its layers do not run without a mask") from error
         _check_windows(self._observer)
 
     def observe_states(self) -> None:
         """Learn which layers keep a state, and serve those from slots; after `observe`."""
         try:
-            self.mixers = find_mixers(self.twin, self.modules, self._run_with_cache)
+            self.mixers = find_mixers(
+                self.twin, self.modules, [partial(self._run_with_cache, row) for row in (self._rows[1], self._rows[1][:-5])]
+            )
         except FLAWS as error:  # with a cache: in plain use it may be told to have none
             logger.debug("what its layers keep could not be observed", exc_info=error)
         if not self.specs and not self.mixers:
@@ -95,9 +103,9 @@ class Probe:
             try_mixers(self.mixers)
             self.mixing = Mixing(self.mixers, self._states())
 
-    def _run_with_cache(self) -> None:
+    def _run_with_cache(self, row: torch.Tensor) -> None:
         set_port(self.twin, Observer())
-        self.twin(input_ids=self._rows[1][None], use_cache=True, return_dict=True)
+        self.twin(input_ids=row[None], use_cache=True, return_dict=True)
 
     def _states(self) -> StatePool:
         """Slots for the rows, two each, which hold no numbers yet."""

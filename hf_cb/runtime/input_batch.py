@@ -75,12 +75,11 @@ def build_input_batch(
     lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
     ends, key_lens = np.cumsum(lens), starts + lens
     ids = np.fromiter((token for row in rows for token in row.token_ids), np.int64, int(ends[-1]))
-    # Position of packed token t of row i: start_i + (t - first packed index of row i).
     row_of = np.repeat(np.arange(len(rows)), lens)
-    positions = np.arange(len(ids)) + (starts - (ends - lens))[row_of]
+    positions = np.arange(len(ids)) + (starts - (ends - lens))[row_of]  # token t of row i: start_i + t - its first place
     asked = _ask(rows, ends, wanted)
-    cu_seqlens_q = np.concatenate([[0], ends]).astype(np.int32)
-    arrays: list[np.ndarray] = [ids, positions, asked.indices, cu_seqlens_q, key_lens.astype(np.int32)]
+    starts_q = np.concatenate([[0], ends]).astype(np.int32)
+    arrays: list[np.ndarray] = [ids, positions, asked.indices, starts_q, key_lens.astype(np.int32)]
     arrays += _places(rows, row_of, positions, block_size, num_groups)
     unknown = _take_unknown(rows, ids, row_of, before)
     arrays += unknown

@@ -1,4 +1,4 @@
-"""What goes wrong, in the shape that OpenAI's clients know: {"error": {"message", "type", "param", "code"}}."""
+"""Answers with a status of 400 and more (429, its Retry-After), as OpenAI's clients know them: {"error": {"message", ...}}."""
 
 from __future__ import annotations
 

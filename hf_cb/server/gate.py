@@ -1,4 +1,4 @@
-"""The gate: what every request passes before the application sees it."""
+"""The gate: ids, keys, bodies and draining, before the application sees a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading: from a request's tokens to the pieces of its answer."""
+"""Reading: turns the tokens of a request into the text, stops and log-probabilities of its answer, as they come."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_what_the_engine_cannot_serve(both: Pipes) -> None:
     both.same(TEXTS)
 
 
-@pytest.mark.parametrize("name", ["bloom", "mamba"])
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
 def test_a_model_that_the_engine_cannot_serve(name: str) -> None:
     with pipes(name) as made:
         assert made.engine.unsupported_reason

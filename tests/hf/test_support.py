@@ -112,7 +112,7 @@ FAULTS: dict[str, tuple[str, Callable[[LlamaForCausalLM], None]]] = {
     "one layer attends apart": ("packed rows give other logits", functools.partial(of_class, Apart, slice(1, 2))),
     "brings a mask": ("adds a mask or bias", functools.partial(of_class, Biased, slice(0, 1))),
     "looks ahead": ("not causal", looking_ahead),
-    "takes no positions": ("no position_ids", without_positions),
+    "takes no positions": ("packed rows give other logits", without_positions),
     "is unique": ("there is only one", uncopyable),
 }
 

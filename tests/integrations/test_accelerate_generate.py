@@ -156,12 +156,16 @@ def _kill(running: Launch, whom: str) -> None:
 
 
 def test_both_processes_take_their_share(of_one_process, prompts, folder, tmp_path):
-    """By load: both have answered by the time half is done."""
+    """By load: both have answered something before all is done."""
     answers = tmp_path / "answers.jsonl"
+
+    def ranks() -> set[str]:
+        parts = answers.with_name(answers.name + ".parts").glob("part-*.jsonl")
+        return {part.name.split("-")[1] for part in parts}
+
     with Launch(2, *arguments(prompts, answers, folder)) as running:
-        wait_until(lambda: len(records(answers)) >= 80 or running.has_ended, "no progress")
-        parts = list(answers.with_name(answers.name + ".parts").glob("part-*.jsonl"))
-    assert {part.name.split("-")[1] for part in parts} == {"0", "1"}
+        wait_until(lambda: ranks() == {"0", "1"} or running.has_ended, "one process has all the work")
+        assert not running.has_ended
 
 
 # On a machine without GPUs, accelerate's devices are the CPU and the disk; its hooks fetch what lies there.

@@ -43,6 +43,13 @@ class Mixer:
     specs: tuple[StateSpec, ...] = ()  # of its states
 
     @property
+    def states(self) -> list[torch.Tensor]:
+        """Those of the row that was watched, [1, ...] each."""
+        if self.argument is None:
+            return [vars(module)[name] for module, name in self.attributes]
+        return [get(self.used, path) for path in self.paths]
+
+    @property
     def position(self) -> int | None:
         """The place of `argument` among the positional ones."""
         names = list(inspect.signature(self.module.forward).parameters)
@@ -125,26 +132,25 @@ class MixerWatch:
         self._found.setdefault(module, mixer).attributes = changed
 
 
-def find_mixers(model: nn.Module, attention: Iterable[nn.Module], run: Callable[[], None]) -> list[Mixer]:
-    """Note what keeps a state in `run`, which runs a row with a new cache, as plain generate does at first."""
-    mixers = MixerWatch(model, attention).watch(run)
+def find_mixers(model: nn.Module, attention: Iterable[nn.Module], rows: Iterable[Callable[[], None]]) -> list[Mixer]:
+    """Note what keeps a state in `rows`, two functions that run a row with a new cache each, as plain generate does at first.
+    The second row is shorter.
+
+    Raises UnservableLayerError where something grows with the row: keys and values that no attention layer of ours knows.
+    """
+    first, second = rows
+    mixers = MixerWatch(model, attention).watch(first)
     handles = [mixer.module.register_forward_pre_hook(partial(_note_fresh, mixer), with_kwargs=True) for mixer in mixers]
     try:
-        if mixers:
-            run()
+        shorter = MixerWatch(model, attention).watch(second) if mixers else []
     finally:
         for handle in handles:
             handle.remove()
-    for mixer in mixers:
-        mixer.specs = tuple(_spec(mixer.name, state) for state in _states(mixer))
+    for mixer, again in zip(mixers, shorter, strict=True):
+        mixer.specs = tuple(_spec(mixer.name, state) for state in mixer.states)
+        if mixer.specs != tuple(_spec(mixer.name, state) for state in again.states):
+            raise UnservableLayerError(f"{mixer.name} keeps keys and values without calling the registered attention function")
     return mixers
-
-
-def _states(mixer: Mixer) -> list[torch.Tensor]:
-    """Those of the row that was watched, [1, ...] each."""
-    if mixer.argument is None:
-        return [vars(module)[name] for module, name in mixer.attributes]
-    return [get(mixer.used, path) for path in mixer.paths]
 
 
 def _spec(name: str, state: torch.Tensor) -> StateSpec:
