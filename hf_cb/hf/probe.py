@@ -19,9 +19,9 @@ from torch import nn
 from hf_cb.attention.backend import AttentionBackend
 from hf_cb.attention.step import LayerSpec
 from hf_cb.core.output import RowMemory, ScheduledRow, SchedulerOutput
+from hf_cb.hf.mixer_trials import try_mixers
 from hf_cb.hf.twins.attention import IMPLEMENTATION, Observer, register, set_port
 from hf_cb.hf.twins.fingerprint import Books, Fingerprint
-from hf_cb.hf.mixer_trials import try_mixers
 from hf_cb.hf.twins.mixers import FLAWS, Mixer, find_mixers
 from hf_cb.hf.twins.mixing import Mixing
 from hf_cb.hf.twins.positions import max_positions
