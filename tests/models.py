@@ -107,6 +107,7 @@ STATEFUL: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
         "n_routed_experts": 4,
         "moe_shared_expert_intermediate_size": 32,
+        "time_step_min": 1e-6,  # as in zamba2
     },
     "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
     "qwen3_5_moe_text": {**_DELTA, **_SHARED_EXPERT},

@@ -86,7 +86,7 @@ class _Trial:
 
     def _alike(self, got: torch.Tensor, want: torch.Tensor) -> bool:
         error = (got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-9)
-        return bool(error < (1e-3 if want.dtype == torch.float32 else 5e-2))
+        return bool(error < (5e-5 if want.dtype == torch.float32 else 5e-2))
 
     def _run(self, *parts: _Part) -> torch.Tensor:
         """The mixer's output [1, T, ...] for these parts, packed."""

@@ -140,22 +140,27 @@ def find_mixers(model: nn.Module, attention: Iterable[nn.Module], rows: Iterable
     """
     first, second = rows
     mixers = MixerWatch(model, attention).watch(first)
+    before = [[_spec(state) for state in mixer.states] for mixer in mixers]
     handles = [mixer.module.register_forward_pre_hook(partial(_note_fresh, mixer), with_kwargs=True) for mixer in mixers]
     try:
         shorter = MixerWatch(model, attention).watch(second) if mixers else []
     finally:
         for handle in handles:
             handle.remove()
-    for mixer, again in zip(mixers, shorter, strict=True):
-        mixer.specs = tuple(_spec(mixer.name, state) for state in mixer.states)
-        if mixer.specs != tuple(_spec(mixer.name, state) for state in again.states):
+    for mixer, specs, again in zip(mixers, before, shorter, strict=True):
+        stays = [spec is not None and spec == _spec(state) for spec, state in zip(specs, again.states, strict=True)]
+        if mixer.argument is not None and not all(stays):
             raise UnservableLayerError(f"{mixer.name} keeps keys and values without calling the registered attention function")
-    return mixers
+        # What grows in a module's own attributes is but a note of what it has computed.
+        mixer.attributes = [place for place, stay in zip(mixer.attributes, stays, strict=False) if stay]
+        mixer.specs = tuple(spec for spec, stay in zip(specs, stays, strict=True) if spec is not None and stay)
+    return [mixer for mixer in mixers if mixer.specs]
 
 
-def _spec(name: str, state: torch.Tensor) -> StateSpec:
-    if state.shape[:1] != (1,):
-        raise UnservableLayerError(f"{name} keeps a state without a dimension for its sequences")
+def _spec(state: Any) -> StateSpec | None:
+    """None: it is no state of one sequence."""
+    if not isinstance(state, torch.Tensor) or state.shape[:1] != (1,):
+        return None
     return StateSpec(tuple(state.shape[1:]), state.dtype, state.device)
 
 

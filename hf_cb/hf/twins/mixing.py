@@ -213,7 +213,7 @@ def _row_by_row(groups: Sequence[StateGroup]) -> Iterator[StateGroup]:
             continue
         places = group.places
         if places is None:
-            places = torch.arange(group.num_rows * group.length, device=group.writes.index.device)
+            places = torch.arange(group.num_rows * group.length, dtype=torch.int64, device=group.writes.index.device)
         for i in range(group.num_rows):
             yield replace(
                 group,
