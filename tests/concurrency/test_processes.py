@@ -101,7 +101,7 @@ EXITS = {
     "idle": """
 assert ask(model, row) == row.tokens
 """,
-    # No daemon waits in generate(): woken at the end, it may be in torch's code when the interpreter goes, and Python then unwinds
+    # No daemon waits in generate(): woken at the end, it may be in torch's code when the interpreter goes. Python then unwinds
     # such a thread through C++, which can abort the process (seen twice in some twenty runs).
     "busy": """
 wait_in_a_daemon(submit_long(engine).result)
